@@ -53,6 +53,13 @@ def test_a_verdict_names_the_mean_and_the_p99_of_every_latency_once(factor: floa
         assert named.count(label) == 1, (label, verdict)
 
 
+def test_a_verdict_names_the_p90_of_a_latency_that_changes_most() -> None:
+    base = np.random.default_rng(0).permutation(np.repeat([1.0, 2.0, 9.0], [340, 48, 12]))
+    slow = np.where(base == 2.0, 8.0, base)
+    assert "makes p90 TTFT 4 times as much" in compared([run_of_ttfts(base)], [run_of_ttfts(slow)]).versus[0].verdict
+    assert "p90" not in compared([run_of_ttfts(base)], [run_of_ttfts(0.5 * base)]).versus[0].verdict
+
+
 def test_a_stall_that_tpot_averages_away_stands_in_the_verdict() -> None:
     """One gap of each request is twelve times as long, the others are shorter: the sum stays."""
     smooth, stalling = [0.05] * 21, [0.6, *[0.45 / 20] * 20]

@@ -27,7 +27,7 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 PER_REQUEST = ("ttft", "tpot", "e2e")  # latencies with one value a request; inter-token latencies are a pool of all
 STATISTICS = (MEAN, P50, P90, P99)
 RATES = {"output_rate": "output tokens/s", "request_rate": "requests/s"}  # metrics with one number a run; more is better
-HEADLINES = (*((metric, statistic.name) for metric in LATENCIES for statistic in (MEAN, P99)), ("output_rate", ""))  # what a verdict goes through
+CLEARLY = 0.01  # larger than another change: by a percentage point
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,11 @@ class Line:
         if self.change.measurable and not self.holds:
             return "runs too short to tell"
         return {True: "better", False: "worse", None: "no measurable difference"}[self.better]
+
+    @property
+    def size(self) -> float:
+        """The size of the change; halving is as much as doubling."""
+        return abs(math.log1p(self.change.relative)) if self.change.relative > -1 else math.inf
 
     @property
     def label(self) -> str:
@@ -112,6 +117,14 @@ class Versus:
     def line(self, metric: str, statistic: str) -> Line:
         return next(line for line in self.lines if (line.metric, line.statistic) == (metric, statistic))
 
+    def headlines(self) -> Iterator[Line]:
+        """Yield the lines of the verdict: the mean and p99 of each latency and its p90, if that changes most, and output tokens/s."""
+        for metric in LATENCIES:
+            mean, p90, p99 = (self.line(metric, statistic.name) for statistic in (MEAN, P90, P99))
+            changes_most = p90.measurable and p90.size > max(mean.size, p99.size) + CLEARLY
+            yield from (mean, p90, p99) if changes_most else (mean, p99)
+        yield self.line("output_rate", "")
+
     @property
     def verdict(self) -> str:
         """Return the main findings in plain words."""
@@ -119,7 +132,7 @@ class Versus:
             return f"{self.other} can't be compared with {self.base}: no request was completed by both"
         if self.identical:
             return f"{self.other} does what {self.base} does: no measurable difference, every token came at the same time"
-        lines = [self.line(*headline) for headline in HEADLINES]
+        lines = list(self.headlines())
         found = [line.finding for line in lines if line.measurable]
         undecided = [line.bare for line in lines if line.change.measurable and not line.holds]
         same = [line for line in lines if not line.change.measurable and not math.isnan(line.change.low)]
