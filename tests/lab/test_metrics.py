@@ -83,6 +83,21 @@ def test_goodput_counts_those_that_meet_every_objective(slo: Slo, good: int) -> 
     assert metrics.goodput == pytest.approx(good / 3)
 
 
+def test_a_window_measures_requests_that_arrive_in_it_and_what_is_delivered_in_it() -> None:
+    """A request a second, each answered by three tokens, after 0.5, 1.0 and 1.5 s; the fifth is rejected."""
+    records = [record(index, 0.5, gaps_s=(0.5, 0.5)) for index in range(10)]
+    records[4] = rejected(4)
+    metrics = measure(run(records, window=(2.25, 6.25)), Slo(ttft_s=1))
+    assert (metrics.requests, metrics.completed, metrics.rejected) == (4, 3, 1)
+    assert metrics.duration_s == metrics.offered_s == 4
+    assert metrics.output_rate == pytest.approx(9 / 4), "of requests 1, 2, 3 and 5: 1, 3, 3 and 2 less what is outside"
+    assert metrics.request_rate == pytest.approx(3 / 4), "of requests 1, 2 and 3"
+    assert metrics.total_rate == pytest.approx((9 + sum(records[index].prompt_tokens for index in (2, 3, 5))) / 4)
+    assert (metrics.goodput, metrics.attainment) == (pytest.approx(3 / 4), pytest.approx(3 / 4))
+    assert metrics.device_share == pytest.approx(4 * 0.5 / 4)
+    assert metrics.latencies["ttft"].count == 3
+
+
 def test_a_run_of_nothing_has_no_figures_and_no_errors() -> None:
     metrics = measure(run([]))
     assert (metrics.requests, metrics.request_rate) == (0, 0.0)

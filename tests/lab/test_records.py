@@ -22,14 +22,15 @@ def same(one: RunResult, other: RunResult) -> bool:
     times = all(np.array_equal(a.token_times_s, b.token_times_s) for a, b in zip(one, other, strict=True))
     plain = all(getattr(a, name) == getattr(b, name) for a, b in zip(one, other, strict=True) for name in a.__slots__ if name != "token_times_s")
     columns = all(np.array_equal(getattr(one.timeline, name), getattr(other.timeline, name)) for name in one.timeline.__slots__)
-    head = all(getattr(one, name) == getattr(other, name) for name in ("name", "trace", "trace_source", "seed", "settings", "step_times", "notes"))
+    names = ("name", "trace", "trace_source", "seed", "settings", "step_times", "notes", "window")
+    head = all(getattr(one, name) == getattr(other, name) for name in names)
     return times and plain and columns and head
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.25, 1 / 3]), max_size=6), max_size=6))
 @examples(quick=50, full=500)
 def test_a_saved_run_comes_back_as_it_was(tmp_path: Path, gaps: list[list[float]]) -> None:
-    result = run([*(record(index, 0.2, gaps_s=own) for index, own in enumerate(gaps)), rejected(99)], notes=("a note",))
+    result = run([*(record(index, 0.2, gaps_s=own) for index, own in enumerate(gaps)), rejected(99)], notes=("a note",), window=(0.0, 99.5))
     result.save(tmp_path / "one.json")
     loaded = RunResult.load(tmp_path / "one.json")
     assert same(result, loaded)

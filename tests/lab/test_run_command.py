@@ -73,6 +73,8 @@ def test_an_engine_for_a_gpu_is_simulated_with_the_step_times_that_are_named(tmp
     [
         (("--trace", "nowhere.csv"), "nowhere.csv: can't be read"),
         (("--trace", WORKLOAD, "--slice", "9:3"), "9:3"),
+        (("--trace", WORKLOAD, "--window", "5"), "expected a window like 60s:600s"),
+        (("--trace", WORKLOAD, "--window", "999s:"), "no request of synthetic arrives in the window 999s:"),
         (("--trace", WORKLOAD, "--scale-rate", "0"), "rate"),
         (("--trace", WORKLOAD, "--max-tokens", "some"), "max_tokens must be 'trace' or a whole number"),
         (("--trace", WORKLOAD, "--step-time", "h9000"), "step times 'h9000'"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dovetail_lab.traces import Measured, Trace, TraceError, TraceRequest, scale_rate, set_max_tokens, slice_trace
+from dovetail_lab.traces.transform import set_window
 from dovetail_lab.workloads import WorkloadOptions, load_workload
 from tests.lab import trace_files
 from tests.lab.trace_files import written
@@ -109,3 +110,17 @@ def test_all_that_was_done_is_told_in_order(tmp_path: Path) -> None:
 def test_a_negative_seed_is_refused() -> None:
     with pytest.raises(TraceError, match="the seed must be 0 or more"):
         load_workload("x.csv", WorkloadOptions(seed=-1))
+
+
+@pytest.mark.parametrize(("text", "window"), [("10s:30s", (10.0, 30.0)), ("10s:", (10.0, 50.0)), (":2.5s", (0.0, 2.5))])
+def test_a_window_measures_a_part_of_a_run_of_all_requests(text: str, window: tuple[float, float]) -> None:
+    trace = set_window(TRACE, text)
+    assert trace.window == window
+    assert trace.requests == TRACE.requests
+    assert trace.notes[-1].startswith(f"measured from {window[0]:g} s to {window[1]:g} s")
+
+
+@pytest.mark.parametrize("text", ["", ":", "10", "1:3", "s:s", "30s:10s", "60s:", "-5s:"])
+def test_a_window_that_is_none_or_in_which_nothing_arrives_is_refused(text: str) -> None:
+    with pytest.raises(TraceError, match="window"):
+        set_window(TRACE, text)

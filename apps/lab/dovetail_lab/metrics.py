@@ -105,8 +105,8 @@ class RunMetrics:
     completed: int
     rejected: int
     failed: int  # "error" or "abort"
-    duration_s: float  # from the first arrival until the last token has come and the last request has arrived
-    offered_s: float  # from the first arrival to the last: the same under every policy
+    duration_s: float  # of the window, or from the first arrival until the last token has come and the last request has arrived
+    offered_s: float  # of the window, or from the first arrival to the last: the same under every policy
     prompt_tokens: int  # of completed requests
     output_tokens: int
     request_rate: float
@@ -134,33 +134,44 @@ class RunMetrics:
 
 
 def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
-    """Return all metrics of one run."""
-    done = [record for record in result if record.completed]
-    arrivals = [record.arrival_s for record in result] or [0.0]
-    last = max((float(record.token_times_s[-1]) for record in result if record.output_tokens), default=0.0)
-    duration = max(last, *arrivals) - min(arrivals)
-    prompt, output = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
-    masks = float(result.timeline.masks_s.sum())
-    rejected = sum(record.finish_reason == "rejected" for record in result)
+    """Return all metrics of one run. With a window, requests count if they arrive in it, and rates and shares cover what is delivered in it,
+    whichever request it belongs to."""
+    begin, end = result.window or (-np.inf, np.inf)
+    records = list(result)
+    done = [record for record in records if record.completed]
+    arrivals = [record.arrival_s for record in records] or [0.0]
+    last = max((float(record.token_times_s[-1]) for record in records if record.output_tokens), default=0.0)
+    duration, offered = max(last, *arrivals) - min(arrivals), max(arrivals) - min(arrivals)
+    if result.window is not None:
+        duration = offered = end - begin
+
+    delivered = [record for record in result.requests if record.completed]
+    ends = sum(begin <= record.token_times_s[-1] < end for record in delivered)
+    prompt = sum(record.prompt_tokens for record in delivered if begin <= record.token_times_s[0] < end)
+    output = sum(int(np.searchsorted(record.token_times_s, (begin, end)) @ (-1, 1)) for record in delivered)
+    timeline = result.timeline
+    steps = (begin <= timeline.time_s) & (timeline.time_s < end)
+    masks = float(timeline.masks_s[steps].sum())
+    rejected = sum(record.finish_reason == "rejected" for record in records)
     return RunMetrics(
-        requests=len(result),
+        requests=len(records),
         completed=len(done),
         rejected=rejected,
-        failed=len(result) - len(done) - rejected,
+        failed=len(records) - len(done) - rejected,
         duration_s=duration,
-        offered_s=max(arrivals) - min(arrivals),
-        prompt_tokens=prompt,
-        output_tokens=output,
-        request_rate=_rate(len(done), duration),
+        offered_s=offered,
+        prompt_tokens=sum(record.prompt_tokens for record in done),
+        output_tokens=sum(record.output_tokens for record in done),
+        request_rate=_rate(ends, duration),
         output_rate=_rate(output, duration),
         total_rate=_rate(prompt + output, duration),
-        good_requests=None if slo is None else sum(slo.met_by(record) for record in result),
+        good_requests=None if slo is None else sum(slo.met_by(record) for record in records),
         latencies={"itl": Summary.of(itl_s(done)), **{name: Summary.of(per_request(done, name)) for name in PER_REQUEST}},
         cached_tokens=sum(record.cached_tokens for record in done),
-        preemptions=sum(record.preemptions for record in result),
-        recomputed_tokens=sum(record.recomputed_tokens for record in result),
-        device_share=_rate(float(result.timeline.device_s.sum()), duration),
-        grammars=sum(record.grammar for record in result),
+        preemptions=sum(record.preemptions for record in records),
+        recomputed_tokens=sum(record.recomputed_tokens for record in records),
+        device_share=_rate(float(timeline.device_s[steps].sum()), duration),
+        grammars=sum(record.grammar for record in records),
         masks_s=masks,
         masks_share=_rate(masks, duration),
     )

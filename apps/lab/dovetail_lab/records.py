@@ -4,6 +4,7 @@ machine that wrote it, so that the same inputs give the same bytes."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -144,19 +145,22 @@ class RunResult:
     timeline: Timeline
     notes: tuple[str, ...] = ()
     seeded: bool = False  # another seed gives other traffic, as `Trace.seeded` has it
+    window: tuple[float, float] | None = None  # seconds, what is measured of it; None: all
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        return iter(self.requests)
+        """Yield the requests that are measured: those that arrive in the window."""
+        begin, end = self.window or (-math.inf, math.inf)
+        return (record for record in self.requests if begin <= record.arrival_s < end)
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return sum(1 for _ in self)
 
     def save(self, path: str | Path) -> None:
         """Write the result as JSON. The same result gives the same bytes."""
         instants, runs = _as_runs([record.token_times_s for record in self.requests])
         document = {
             "dovetail_lab_run": FORMAT,
-            **{name: getattr(self, name) for name in ("name", "trace", "trace_source", "seed", "settings", "notes", "seeded")},
+            **{name: getattr(self, name) for name in ("name", "trace", "trace_source", "seed", "settings", "notes", "seeded", "window")},
             "step_times": {f.name: getattr(self.step_times, f.name) for f in fields(StepTimes)},
             "requests": {name: [getattr(record, name) for record in self.requests] for name in _columns()},
             "instants_s": instants,  # when tokens were delivered
@@ -197,7 +201,14 @@ class RunResult:
             timeline=Timeline.of_rows(list(zip(*timeline, strict=True))),
             notes=tuple(document["notes"]),
             seeded=document.get("seeded", False),  # older files don't say
+            window=None if document.get("window") is None else _window(*document["window"]),
         )
+
+
+def _window(begin: float, end: float) -> tuple[float, float]:
+    if not -math.inf < begin < end < math.inf:
+        raise ValueError(f"window: expected two times in order, got {begin!r} and {end!r}")
+    return begin, end
 
 
 def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:

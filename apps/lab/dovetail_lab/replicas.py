@@ -94,6 +94,7 @@ def replay_replicas(
             timeline=timeline,
             notes=(*trace.notes, *members[0].measured_otherwise, *notes),
             seeded=trace.seeded,
+            window=trace.window,
         )
 
 

@@ -77,6 +77,7 @@ def replay(
                 *notes_of(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len),
             ),
             seeded=trace.seeded,
+            window=trace.window,
         )
 
 

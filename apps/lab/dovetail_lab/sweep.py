@@ -114,8 +114,9 @@ def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, f
     slo = {key: value for name, one in judged.items() for key, value in ((f"slo_{name}", one.value), (f"slo_{name}_within", one.share))}
     if judged:
         slo["slo_met"] = float(all(one.met for one in judged.values()))
-    last = max((record.arrival_s for record in run), default=0.0)
-    arrivals = {ARRIVALS: (len(run) - 1) / last if last > 0 else math.nan}
+    begin = 0.0 if run.window is None else run.window[0]
+    span = max((record.arrival_s for record in run), default=begin) - begin
+    arrivals = {ARRIVALS: (len(run) - 1) / span if span > 0 else math.nan}
     return {**{name: float(getattr(metrics, name)) for name in (*COUNTS, *RATES)}, **arrivals, **latencies, **slo}
 
 

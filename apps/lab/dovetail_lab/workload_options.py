@@ -10,7 +10,8 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """Changes to a workload. Applied in this order: `arrivals`, `slice`, `scale_rate`, `max_tokens`, `predictor`, `grammar_share`."""
+    """Changes to a workload. Applied in this order: `arrivals`, `slice`, `scale_rate`, `max_tokens`, `predictor`, `grammar_share`,
+    `window`."""
 
     scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="Multiply the arrival rate.")] = None
     slice: Annotated[
@@ -22,6 +23,9 @@ class WorkloadOptions:
     max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="trace|N", help="What policies see as a request's max_tokens.")] = "trace"
     predictor: Annotated[
         str | None, typer.Option("--predictor", help="Guesses of output lengths that policies see: oracle, noisy(0.5), bucket(2, 0.8).")
+    ] = None
+    window: Annotated[
+        str | None, typer.Option("--window", metavar="FROM:TO", help="What is measured of a run: 60s:600s, or 60s: to leave out a warm-up.")
     ] = None
     seed: Annotated[int, typer.Option("--seed", help="Seed of the engine, of synthetic workloads and of predictions.")] = 0
     format: Annotated[str | None, typer.Option("--format", help="Format of the trace.  [default: detected from its content]")] = None

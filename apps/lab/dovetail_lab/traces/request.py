@@ -70,6 +70,7 @@ class Trace:
     requests: tuple[TraceRequest, ...]
     notes: tuple[str, ...] = ()
     seeded: bool = False  # arrivals or lengths were drawn: another seed gives other traffic
+    window: tuple[float, float] | None = None  # seconds, what is measured of a run; None: all of it
 
     def __len__(self) -> int:
         return len(self.requests)

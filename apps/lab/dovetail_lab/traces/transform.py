@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
 from dovetail_lab.traces.reading import TraceError
 from dovetail_lab.traces.request import Trace, TraceRequest, stream_of
+
+_WINDOW = re.compile(r"(?:(\d+(?:\.\d+)?)s)?:(?:(\d+(?:\.\d+)?)s)?")
 
 
 def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace:
@@ -86,6 +89,22 @@ def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
     requests = [replace(request, grammar=has_grammar(request.id, share, trace.name, seed)) for request in trace]
     count = sum(request.grammar for request in requests)
     return _changed(trace, requests, f"{count} of {len(trace)} requests were given a grammar (a share of {share:g}, seed {seed})")
+
+
+def set_window(trace: Trace, text: str) -> Trace:
+    """Set what is measured of a run: `60s:600s`. Either end may be omitted; the window then begins or ends with the arrivals.
+
+    Raises `TraceError` if it isn't so written, or if no request arrives in it.
+    """
+    match = _WINDOW.fullmatch(text)
+    if match is None or text == ":":
+        raise TraceError(f"expected a window like 60s:600s, or 60s: to leave out a warm-up, got {text!r}")
+    begin, end = (default if value is None else float(value) for value, default in zip(match.groups(), (0.0, trace.duration_s), strict=True))
+    count = sum(begin <= request.arrival_time < end for request in trace)
+    if not count:
+        raise TraceError(f"no request of {trace.name} arrives in the window {text}: arrivals end after {trace.duration_s:g} s")
+    note = f"measured from {begin:g} s to {end:g} s, in which {count} of {len(trace)} requests arrive"
+    return replace(_changed(trace, trace, note), window=(begin, end))
 
 
 def has_grammar(request_id: str, share: float, name: str, seed: int) -> bool:

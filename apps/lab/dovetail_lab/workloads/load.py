@@ -10,6 +10,7 @@ from dovetail_lab.calls import parse_call
 from dovetail_lab.predictors import parse_predictor, predict
 from dovetail_lab.traces import CountTokens, Trace, TraceError, load_trace, parse_columns, scale_rate, set_grammar_share, set_max_tokens, slice_trace
 from dovetail_lab.traces.reading import read_source
+from dovetail_lab.traces.transform import set_window
 from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.workloads.arrivals import ARRIVALS
 from dovetail_lab.workloads.generate import generate, with_arrivals
@@ -32,7 +33,9 @@ def load_workload(text: str, options: WorkloadOptions = UNCHANGED) -> Trace:
     trace = set_max_tokens(trace, options.max_tokens)
     if options.predictor is not None:
         trace = predict(trace, parse_predictor(options.predictor), options.seed)
-    return trace if options.grammar_share is None else set_grammar_share(trace, options.grammar_share, options.seed)
+    if options.grammar_share is not None:
+        trace = set_grammar_share(trace, options.grammar_share, options.seed)
+    return trace if options.window is None else set_window(trace, options.window)
 
 
 def _load(text: str, options: WorkloadOptions) -> Trace:
