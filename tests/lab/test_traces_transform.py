@@ -124,3 +124,9 @@ def test_a_window_measures_a_part_of_a_run_of_all_requests(text: str, window: tu
 def test_a_window_that_is_none_or_in_which_nothing_arrives_is_refused(text: str) -> None:
     with pytest.raises(TraceError, match="window"):
         set_window(TRACE, text)
+
+
+def test_the_same_requests_are_in_the_window_at_another_rate() -> None:
+    trace = scale_rate(set_window(TRACE, "10s:30s"), 3)
+    assert trace.window is not None
+    assert "".join(request.id for request in trace if trace.window[0] <= request.arrival_time < trace.window[1]) == "12"

@@ -10,8 +10,8 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """Changes to a workload. Applied in this order: `arrivals`, `slice`, `scale_rate`, `max_tokens`, `predictor`, `grammar_share`,
-    `window`."""
+    """Changes to a workload. Applied in this order: `arrivals`, `slice`, `window`, `scale_rate`, `max_tokens`, `predictor`,
+    `grammar_share`."""
 
     scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="Multiply the arrival rate.")] = None
     slice: Annotated[

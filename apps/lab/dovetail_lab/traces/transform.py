@@ -18,14 +18,15 @@ def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace
 
 
 def scale_rate(trace: Trace, factor: float) -> Trace:
-    """Multiply the arrival rate by `factor`; the pattern of gaps and the distance of deadlines from arrival stay.
+    """Multiply the arrival rate by `factor`; the pattern of gaps and the distance of deadlines from arrival stay, and the requests in the window.
 
     Measured times are dropped. Raises `TraceError` unless factor > 0.
     """
     if not 0 < factor < math.inf:
         raise TraceError(f"the scale of the rate must be a finite number > 0, got {factor!r}")
     requests = (arriving_at(request, request.arrival_time / factor) for request in trace)
-    return _changed(trace, requests, f"arrival rate scaled by {factor:g}")
+    window = None if trace.window is None else (trace.window[0] / factor, trace.window[1] / factor)
+    return replace(_changed(trace, requests, f"arrival rate scaled by {factor:g}"), window=window)
 
 
 def arriving_at(request: TraceRequest, time: float) -> TraceRequest:

@@ -28,14 +28,14 @@ def load_workload(text: str, options: WorkloadOptions = UNCHANGED) -> Trace:
         trace = with_arrivals(trace, parse_call(options.arrivals, ARRIVALS, "arrivals"), options.seed)
     if options.slice is not None:
         trace = slice_trace(trace, options.slice)
+    if options.window is not None:
+        trace = set_window(trace, options.window)
     if options.scale_rate is not None:
         trace = scale_rate(trace, options.scale_rate)
     trace = set_max_tokens(trace, options.max_tokens)
     if options.predictor is not None:
         trace = predict(trace, parse_predictor(options.predictor), options.seed)
-    if options.grammar_share is not None:
-        trace = set_grammar_share(trace, options.grammar_share, options.seed)
-    return trace if options.window is None else set_window(trace, options.window)
+    return trace if options.grammar_share is None else set_grammar_share(trace, options.grammar_share, options.seed)
 
 
 def _load(text: str, options: WorkloadOptions) -> Trace:
