@@ -22,8 +22,9 @@ class Bench:
         self.case = case
         self.backend = backend(NoOptions(), AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype))
         self.layers: list[AttentionLayer] = [self.backend.make_layer(spec) for spec in case.specs]
-        for layer in self.layers:
-            layer.kv_scales = KVScales(*(torch.tensor(scale, device=case.device) for scale in case.kv_scales)) if case.cache_dtype else None
+        for index, layer in enumerate(self.layers):
+            scales = (torch.tensor(scale, device=case.device) for scale in case.scales_of(index))
+            layer.kv_scales = KVScales(*scales) if case.cache_dtype else None
         self.backend.allocate(case.num_blocks)
         num_slots = case.num_blocks * case.block_size
         self.backend.prepare(max_rows=2 * len(case.lens) + 8, max_tokens=max(num_slots, sum(case.lens)) + case.padding, max_len=num_slots)
@@ -119,7 +120,8 @@ class Bench:
     def expected(self) -> list[NDArray[np.float64]]:
         """By the definition, of K and V as the cache keeps them."""
         kept_k, kept_v = (
-            [[self._kept(row, scale) for row in rows] for rows in layers] for layers, scale in zip((self.k, self.v), self.case.kv_scales, strict=True)
+            [[self._kept(row, self.case.scales_of(layer)[which]) for row in rows] for layer, rows in enumerate(layers)]
+            for which, layers in enumerate((self.k, self.v))
         )
         return [
             np.concatenate([attend_row(q, k, v, spec.scale, spec.window) for q, k, v in zip(self.q[i], kept_k[i], kept_v[i], strict=True)])

@@ -37,7 +37,7 @@ def test_decodes_are_attended_alike_where_torch_has_no_sampled_product(case: Cas
 @given(cases(), st.floats(1e-3, 2), st.floats(1e-3, 2))
 @examples(quick=10, full=1000)
 def test_k_and_v_in_fp8_are_attended_as_they_are_stored(case: Case, k_scale: float, v_scale: float) -> None:
-    bench = Bench(TorchAttention, replace(case, cache_dtype="float8_e4m3fn", kv_scales=(k_scale, v_scale)))
+    bench = Bench(TorchAttention, replace(case, cache_dtype="float8_e4m3fn", kv_scales=((k_scale, v_scale),)))
     assert_close(bench.run(), bench.expected(), 1e-4)
 
 

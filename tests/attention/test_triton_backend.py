@@ -172,7 +172,7 @@ def test_half_precision_is_as_close_as_its_rounding(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_k_and_v_in_fp8_are_attended_as_they_are_stored(dtype: str) -> None:
-    case = Case((0, 30, 77, 5), (40, 9, 1, 1), dtype=dtype, windows=(None, 20), padding=3, cache_dtype="float8_e4m3fn", kv_scales=(0.037, 0.21))
+    case = Case((0, 30, 77, 5), (40, 9, 1, 1), dtype=dtype, windows=(None, 20), padding=3, cache_dtype="float8_e4m3fn", kv_scales=((0.037, 0.21),))
     assert_as_defined(case, HALF.get(dtype, TOLERANCE))
 
 

@@ -657,3 +657,278 @@ class ReplaysThePlanOfItsCapture(TorchAttention):
     """What differs between steps isn't in buffers of fixed address, so that a graph holds the step that was captured."""
 
     capabilities = AttentionCapabilities(cuda_graph="decode")
+
+
+# ---- right in the common case, wrong at an edge
+
+
+@mutant(caught_by="attention.cache_saturates")
+class TakesInfinityForNaN(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            if self.kv_scales is not None:
+                k, v = k.masked_fill(k.isinf(), torch.nan), v.masked_fill(v.isinf(), torch.nan)
+            super().write(k, v)
+
+
+@mutant(caught_by="attention.cache_saturates")
+class TakesInfiniteVForZero(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            super().write(k, v.masked_fill(v.isinf(), 0) if self.kv_scales is not None else v)
+
+
+class _Rescaled(SmallAttention):
+    """Computes with scales of its own making, whenever it runs."""
+
+    class layer(SmallLayer):  # noqa: N801
+        def used(self, scales: KVScales) -> KVScales:
+            raise NotImplementedError
+
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            given, self.kv_scales = self.kv_scales, self.kv_scales and self.used(self.kv_scales)
+            super().write(k, v)
+            self.kv_scales = given
+
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            given, self.kv_scales = self.kv_scales, self.kv_scales and self.used(self.kv_scales)
+            out = super().attend(q)
+            self.kv_scales = given
+            return out
+
+
+@mutant(caught_by="attention.cache_dtypes")
+class ScalesAllLayersAsTheFirst(_Rescaled):
+    class layer(_Rescaled.layer):  # noqa: N801
+        def used(self, scales: KVScales) -> KVScales:
+            return self._backend._layers[0].kv_scales or scales
+
+
+@mutant(caught_by="attention.cache_dtypes")
+class HasALeastScale(_Rescaled):
+    """So that nothing is divided by zero."""
+
+    class layer(_Rescaled.layer):  # noqa: N801
+        def used(self, scales: KVScales) -> KVScales:
+            return KVScales(scales.k.clamp(min=1e-5), scales.v.clamp(min=1e-5))
+
+
+@mutant(caught_by="attention.cache_dtypes")
+class KeepsScalesInHalfPrecision(_Rescaled):
+    """With room for what is small, by bfloat16's exponents, or for what is exact, by float16's digits; this one has the latter."""
+
+    class layer(_Rescaled.layer):  # noqa: N801
+        def used(self, scales: KVScales) -> KVScales:
+            def kept(scale: torch.Tensor) -> torch.Tensor:
+                return scale if scale > 1e-4 else scale.half().float()
+
+            return KVScales(kept(scales.k), kept(scales.v))
+
+
+@mutant(caught_by="attention.cache_places")
+class DividesKInPlace(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            super().write(k, v)
+            if self.kv_scales is not None:
+                k.div_(self.kv_scales.k)
+
+
+@mutant(caught_by="attention.cache_places")
+class SaturatesVInPlace(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            super().write(k, v)
+            if self.kv_scales is not None:
+                v.clamp_(-448 * self.kv_scales.v, 448 * self.kv_scales.v).mul_(1 / self.kv_scales.v).mul_(self.kv_scales.v).add_(1e-3)
+
+
+class _UsesMemoryAgain(PlainAttention):
+    """Results lie in memory of the backend."""
+
+    def __init__(self, options: Any, context: AttentionContext) -> None:
+        super().__init__(options, context)
+        self.memory = torch.empty(2**22, dtype=self.dtype)
+
+    class layer(PlainLayer):  # noqa: N801
+        _backend: _UsesMemoryAgain
+
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            return self._backend.memory[: q.numel()].view(q.shape).copy_(super().attend(q))
+
+
+@mutant(caught_by="attention.layers")
+class StagesKWhereResultsLie(_UsesMemoryAgain):
+    class layer(_UsesMemoryAgain.layer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            super().write(self._backend.memory[: k.numel()].view(k.shape).copy_(k), v)
+
+
+@mutant(caught_by="attention.layers")
+class PlansWhereResultsLie(_UsesMemoryAgain):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.memory.zero_()
+
+
+@mutant(caught_by="attention.layers")
+class CopiesBlocksWhereResultsLie(_UsesMemoryAgain):
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        super().copy_blocks(src, dst)
+        self.memory.zero_()
+
+
+@mutant(caught_by="attention.replan")
+class TakesTheSameTensorsForTheSameStep(TorchAttention):
+    planned: Any = None
+
+    def plan(self, batch: AttentionBatch) -> None:
+        if self.planned is not None and self.planned.block_table is batch.block_table:
+            return
+        self.planned = batch
+        super().plan(batch)
+
+
+@mutant(caught_by="attention.replan")
+class KeepsTheHostsArraysToCompare(TorchAttention):
+    """By reference: what was refilled is equal to itself."""
+
+    planned: Any = None
+
+    def plan(self, batch: AttentionBatch) -> None:
+        last, self.planned = self.planned, batch
+        if last is not None and last.block_table.equal(batch.block_table) and (last.host_kv_lens == batch.host_kv_lens).all():
+            parts = self.parts
+            super().plan(batch)
+            self.parts = parts
+        else:
+            super().plan(batch)
+
+
+class _OpenLayer(PlainLayer):
+    """Lays its cache open: padding is written to the slots beside the pool when it writes itself, and nowhere by others."""
+
+    _backend: _Open
+
+    def cache_for_fused_write(self) -> FusedCache:
+        k, v = (cache[:-2].unflatten(0, (-1, self._backend.context.block_size)) for cache in (self._k, self._v))
+        return FusedCache(k, v, self._backend.open_slots)
+
+
+class _Open(PlainAttention):
+    """Right, and the base of those that aren't."""
+
+    layer: type[PlainLayer] = _OpenLayer
+    open_slots: torch.Tensor
+
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        super().prepare(max_rows, max_tokens, max_len)
+        self.open_slots = torch.full((max_tokens,), -1)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.open_slots[: len(batch.slots)] = batch.slots
+
+
+@mutant(caught_by="attention.fused_write")
+class OpensSlotsWithoutPadding(_Open):
+    """What is padding keeps the slots of an earlier step."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        PlainAttention.plan(self, batch)
+        self.open_slots[: batch.num_tokens] = batch.slots[: batch.num_tokens]
+
+
+@mutant(caught_by="attention.fused_write")
+class OpensTheWasteSlot(_Open):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.open_slots[: len(self.slots)] = self.slots
+
+
+@mutant(caught_by="attention.fused_write")
+class MakesRoomForMoreSlots(_Open):
+    """As soon as a step has more tokens than any before, elsewhere."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        PlainAttention.plan(self, batch)
+        if len(batch.slots) > getattr(self, "room", 0):
+            self.room = len(batch.slots)
+            self.open_slots = torch.full((self.room,), -1)
+        self.open_slots[: len(batch.slots)] = batch.slots
+
+
+@mutant(caught_by="attention.fused_write")
+class OpensTheCacheOfTheFirstAllocate(_Open):
+    class layer(_OpenLayer):  # noqa: N801
+        def cache_for_fused_write(self) -> FusedCache:
+            if not hasattr(self, "opened"):
+                self.opened = super().cache_for_fused_write()
+            return replace(self.opened, slots=self._backend.open_slots)
+
+
+@mutant(caught_by="attention.fused_write")
+class MovesTheCacheWithEachPlan(_Open):
+    """What was laid open before the plan is no longer what it reads."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        layer: Any
+        for layer in self._layers:
+            layer._k, layer._v = layer._k.clone(), layer._v.clone()
+
+
+class _KeepsSharedPrefixes(PlainAttention):
+    """Gathers a shared prefix once, and again where `look` gives something else."""
+
+    capabilities = AttentionCapabilities(shared_prefix=True)
+
+    def look(self, blocks: torch.Tensor) -> object:
+        raise NotImplementedError
+
+    class layer(PlainLayer):  # noqa: N801
+        _backend: _KeepsSharedPrefixes
+
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            batch, size = self._backend.batch, self._backend.context.block_size
+            if tokens := batch.shared_prefix_blocks * size:
+                looks = tokens, self._backend.look(batch.block_table[0, : batch.shared_prefix_blocks])
+                if getattr(self, "looks", None) != looks:
+                    slots = self.slots(0, torch.arange(tokens))
+                    self.looks, self.kept = looks, (self._k[slots], self._v[slots])
+            return super().attend(q)
+
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if tokens := self._backend.batch.shared_prefix_blocks * self._backend.context.block_size:
+                k, v = (torch.cat((kept, own[tokens:])) for kept, own in zip(self.kept, (k, v), strict=True))
+            return super().attend_row(q, k, v)
+
+
+@mutant(caught_by="attention.shared_prefix")
+class TakesAnEqualPrefixForTheSame(_KeepsSharedPrefixes):
+    def look(self, blocks: torch.Tensor) -> object:
+        return self.batch.host_kv_lens.tolist()
+
+
+@mutant(caught_by="attention.shared_prefix")
+class TakesThePrefixOfTheSameBlocksForTheSame(_KeepsSharedPrefixes):
+    """Blocks that were freed and written again have other K and V."""
+
+    def look(self, blocks: torch.Tensor) -> object:
+        return blocks.tolist()
+
+
+@mutant(caught_by="attention.memory")
+class CountsTheSlotsOfTheFirstAllocate(TorchAttention):
+    """Where the slots for padding begin, beside the pool."""
+
+    first: int | None = None
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        self.first = self.first or self._num_slots
+
+    def plan(self, batch: AttentionBatch) -> None:
+        now, self._num_slots = self._num_slots, min(self.first or 0, self._num_slots)
+        super().plan(batch)
+        self._num_slots = now

@@ -157,7 +157,7 @@ class AttentionSuite(AttentionSmallCache):
     @check("attention.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_prefix_that_rows_share_is_attended_as_defined(self) -> None:
         """`shared_prefix_blocks` says that the first blocks of all rows are the same, so that they may be read once; it changes no value. Rows may
-        still be of any sort, and layers may have windows."""
+        still be of any sort, and layers may have windows. What was read in one step isn't the prefix of the next, however alike they look."""
         size = self.claims.default_block_size()
         blocks = -(-160 // size)
         tails = tuple(blocks * size + n for n in (1, size, 2 * size + 3, 7, 30))
@@ -168,8 +168,9 @@ class AttentionSuite(AttentionSmallCache):
     @check("attention.fused_write", since="0.1", capability="fused_write")
     def test_what_is_written_into_the_open_cache_is_what_write_writes(self) -> None:
         """`cache_for_fused_write` lays the cache open: token i's K at k[slots[i] // block_size, slots[i] % block_size]. It must be the memory that
-        `attend` reads, and `slots` those of the last plan, at the same address each step."""
-        self.assert_written_when_open(self.bench(self.case((0, 20), (9, 1))))
+        `attend` reads, and `slots` those of the last plan, -1 for padding, at the same addresses after each plan; after another `allocate` it is the
+        new memory."""
+        self.assert_written_when_open(self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False)))
 
     @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
     def test_a_step_planned_for_a_mixed_graph_is_attended_as_any_other(self) -> None:

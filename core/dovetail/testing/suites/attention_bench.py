@@ -39,10 +39,11 @@ class Case:
     scale: float | None = None  # None: 1 / sqrt(head_size)
     mixed_graph: bool = False  # all steps are planned so
     cache_dtype: str | None = None  # of K and V in the cache, if another
-    kv_scales: tuple[float, float] = (1.0, 1.0)  # of K and V, in such a cache
+    kv_scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # of K and V in such a cache, which layers take in turn
     shapes: tuple[tuple[int, int, int], ...] = ()  # of each layer, where they differ: heads, kv_heads, head_size
     exact: bool = False  # the backend prepares for no more than this step
     poisoned: bool = True  # every slot is NaN before
+    earlier_blocks: int = 0  # of a pool that is allocated before the case's, and dropped
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -52,6 +53,9 @@ class Case:
     def specs(self) -> list[LayerSpec]:
         shapes = self.shapes or ((self.heads, self.kv_heads, self.head_size),) * len(self.windows)
         return [LayerSpec(i, *shape, self.scale or 1 / math.sqrt(shape[2]), self.windows[i]) for i, shape in enumerate(shapes)]
+
+    def scales_of(self, layer: int) -> tuple[float, float]:
+        return self.kv_scales[layer % len(self.kv_scales)]
 
     @property
     def num_blocks(self) -> int:
@@ -100,15 +104,15 @@ class Bench:
         self.case = case
         self.backend = make(AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype))
         self.layers: list[AttentionLayer] = [self.backend.make_layer(spec) for spec in case.specs]
-        self.scales = [KVScales(*(torch.tensor(scale, device=case.device) for scale in case.kv_scales)) for _ in self.layers]
+        self.scales = [KVScales(*(torch.tensor(scale, device=case.device) for scale in case.scales_of(i))) for i in range(len(self.layers))]
         for layer, scales in zip(self.layers, self.scales, strict=True):
             layer.kv_scales = scales if case.cache_dtype is not None else None
-        self.backend.allocate(case.num_blocks)
+        if case.earlier_blocks:
+            self.backend.allocate(case.earlier_blocks)
         num_slots = case.num_blocks * case.block_size
         self.max_rows, self.max_tokens, self.max_len = 2 * len(case.lens) + 72, max(num_slots, sum(case.lens)) + case.padding, num_slots
         if case.exact:
             self.max_rows, self.max_tokens, self.max_len = len(case.lens), sum(case.queries), max(case.lens)
-        self.backend.prepare(self.max_rows, self.max_tokens, self.max_len)
         self.table = self._table(np.random.default_rng(relabel).permutation(case.num_blocks))
         generator = torch.Generator().manual_seed(case.seed)
 
@@ -117,7 +121,13 @@ class Bench:
 
         self.k, self.v = (normal(case.lens, lambda spec: spec.kv_heads) for _ in range(2))
         self.q = normal(case.queries, lambda spec: spec.heads)
-        if case.poisoned:
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the pool of the case, and poison it; prepare for its steps."""
+        self.backend.allocate(self.case.num_blocks)
+        self.backend.prepare(self.max_rows, self.max_tokens, self.max_len)
+        if self.case.poisoned:
             self.poison()
 
     def _table(self, labels: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -202,7 +212,7 @@ class Bench:
 
     def attend(self, padding: int = 0) -> list[torch.Tensor]:
         """Return each layer's output for the case's queries, in float64 on the CPU and without padding."""
-        results = [layer.attend(self.tensor(q, padding)) for layer, q in zip(self.layers, self.q, strict=True)]
+        results = [layer.attend(self.tensor(q, padding)).clone() for layer, q in zip(self.layers, self.q, strict=True)]
         for spec, result in zip(self.case.specs, results, strict=True):
             expected = (sum(self.case.queries) + padding, spec.heads, spec.head_size)
             require(result.shape == expected, f"attend() returned the shape {list(result.shape)}, expected {list(expected)}")
@@ -238,5 +248,5 @@ class Bench:
         k, v = self.k[layer], self.v[layer]
         if (name := self.case.cache_dtype) is not None:
             dtype: torch.dtype = getattr(torch, name)
-            k, v = ([oracle.kept(row, scale, dtype) for row in rows] for rows, scale in zip((k, v), self.case.kv_scales, strict=True))
+            k, v = ([oracle.kept(row, scale, dtype) for row in rows] for rows, scale in zip((k, v), self.case.scales_of(layer), strict=True))
         return list(zip(self.q[layer], k, v, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dovetail.testing.checks import require
 from dovetail.testing.suites.attention_bench import Bench
@@ -65,13 +66,14 @@ def numbers_of_blocks(bench: Bench, layer: Any) -> dict[str, list[int]]:
     return {"K": [value % 4 if value >= 0 else -1 for value in values], "V": [value // 4 for value in values]}
 
 
-def share_prefix(bench: Bench, blocks: int) -> None:
-    """Let all rows begin with the first row's first blocks."""
+def share_prefix(bench: Bench, blocks: int, onto: NDArray[np.int32]) -> None:
+    """Let all rows begin with these blocks, and there with the first row's tokens, whose K and V change signs each time."""
     tokens = blocks * bench.case.block_size
     for values in (*bench.k, *bench.v):
+        values[0][:tokens] *= -1
         for row in values[1:]:
             row[:tokens] = values[0][:tokens]
-    bench.table[1:, :blocks] = bench.table[0, :blocks]
+    bench.table[:, :blocks] = onto
 
 
 def tensor_bytes(*roots: Any) -> int:

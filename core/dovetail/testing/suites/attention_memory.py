@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionContext, LayerSpec
-from dovetail.testing.checks import check, require
+from dovetail.api.attention import AttentionContext, FusedCache, LayerSpec
+from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.attention_bench import Bench, Case
 from dovetail.testing.suites.attention_judging import (
     assert_as_defined,
@@ -57,9 +57,18 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.layers", since="0.1")
     def test_layers_have_caches_of_their_own(self) -> None:
-        """`make_layer` may be called with equal specs: each layer still keeps its own K and V."""
+        """`make_layer` may be called with equal specs: each layer still keeps its own K and V. A result is the model's until the next `attend`:
+        another layer's `write`, a plan and copies of blocks leave it alone."""
         bench = self.bench(self.case((0, 20), (9, 1), windows=(None, None, None)))
         assert_as_defined(bench)
+        first, second, _ = bench.layers
+        result = first.attend(bench.tensor(bench.q[0]))
+        before = result.clone()
+        second.write(*(bench.tensor([row[start:] for row, start in zip(rows[1], bench.case.history, strict=True)]) for rows in (bench.k, bench.v)))
+        require(torch.equal(result, before), "the next layer's write() changed a result of attend()")
+        bench.backend.copy_blocks(*torch.tensor(bench.table[:2, :1], dtype=torch.int64, device=self.place))
+        bench.plan((0, 0), (1, 1))
+        require(torch.equal(result, before), "copy_blocks() or the next plan() changed a result of attend()")
 
     @check("attention.unlike_layers", since="0.1")
     def test_layers_of_one_model_may_have_different_shapes(self) -> None:
@@ -87,7 +96,7 @@ class AttentionMemory(AttentionSubject):
         """A token with slot -1 is padding: its K and V (NaN here) go nowhere, not even to slot 0 or to the last one (-1 counts from the end)."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             whole = 4 * size
-            case = self.case((whole - 1, 0), (1, whole), block_size=size, spare_blocks=0)  # every slot of the pool is somebody's
+            case = self.case((whole - 1, 0), (1, whole), block_size=size, spare_blocks=0, padding=70)  # every slot of the pool is somebody's
             bench = self.bench(case)
             bench.compute()
             bench.write((whole - 1, whole), case.lens, padding=70)
@@ -120,6 +129,25 @@ class AttentionMemory(AttentionSubject):
         bench.reorder((2, 0, 1))
         bench.write(bench.case.history, bench.case.lens)
         assert_close(bench, bench.attend(), "after a step of the same lengths in other blocks: ")
+        self.assert_plans_what_was_refilled(bench)
+
+    def assert_plans_what_was_refilled(self, bench: Bench) -> None:
+        """Check steps of 3 rows that come in the same tensors: other blocks alone, and other lengths alone."""
+        case, (layer,) = bench.case, bench.layers
+        queries, lens = np.array(case.queries), np.array(case.lens)
+        used = bench.batch(bench.table, queries, lens)
+        for order, fewer in (((0, 1, 2), 0), ((1, 2, 0), 0), ((0, 1, 2), 3), ((0, 1, 2), 0)):
+            bench.reorder(order)
+            step = bench.batch(bench.table, queries, lens - fewer)
+            for name in BATCH_ARRAYS:
+                getattr(used, name)[:] = getattr(step, name)
+            bench.backend.plan(used)
+            now = zip(bench.k[0], bench.v[0], case.history, strict=True)
+            k, v = (list(rows) for rows in zip(*((k[start - fewer :][:1], v[start - fewer :][:1]) for k, v, start in now), strict=True))
+            layer.write(bench.tensor(k), bench.tensor(v))
+            result = layer.attend(bench.tensor(bench.q[0])).double().cpu()
+            if not fewer:
+                assert_close(bench, [result], "after a plan of the same tensors, which held another step: ")
 
     @check("attention.limits", since="0.1")
     def test_what_was_prepared_for_can_be_used_up(self) -> None:
@@ -141,8 +169,12 @@ class AttentionMemory(AttentionSubject):
     @check("attention.read_only", since="0.1")
     def test_what_it_is_given_is_only_read(self) -> None:
         """q, k, v or a tensor of the batch was changed. They are the model's and the runner's, which use them again: work on copies."""
-        bench = self.bench(self.case((20, 0, 33), (1, 7, 1), padding=2))
-        bench.write((0,) * 3, (20, 0, 33))
+        self.assert_only_read(self.case((20, 0, 33), (1, 7, 1), padding=2))
+
+    def assert_only_read(self, case: Case) -> None:
+        """Check a step of 3 rows and 2 tokens of padding."""
+        bench = self.bench(case)
+        bench.write((0,) * 3, case.history)
         batch = bench.batch(bench.table, np.array(bench.case.queries), np.array(bench.case.lens), padding=2)
         step = {name: getattr(batch, name) for name in BATCH_ARRAYS}
         for name, values in (("k", bench.k), ("v", bench.v), ("q", bench.q)):
@@ -196,8 +228,11 @@ class AttentionMemory(AttentionSubject):
     @check("attention.memory", since="0.1")
     def test_blocks_take_the_memory_that_bytes_per_block_says(self) -> None:
         """The engine sizes the pool by `bytes_per_block`: K and V of one block, of this layer, in the cache's dtype. `allocate` drops what it made
-        before."""
+        before, and all that it knew of it."""
         self.assert_memory(AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size()))
+        for blocks in (1, 20):
+            case = self.case((0, 20), (9, 1), padding=2, spare_blocks=0, earlier_blocks=blocks)
+            assert_as_defined(self.bench(case), f"after an earlier allocate({blocks}): ")
 
     def assert_memory(self, context: AttentionContext) -> None:
         backend = self.make(context)
@@ -221,32 +256,58 @@ class AttentionMemory(AttentionSubject):
         require(abs(again - few) <= 0.02 * few, told)
 
     def assert_shares(self, bench: Bench, blocks: int, told: Sequence[int]) -> None:
-        """Check the bench's step with rows that begin with the same blocks, when so many of them are told."""
-        share_prefix(bench, blocks)
-        bench.write((0,) * len(bench.case.history), bench.case.history)
-        for shared in told:
-            bench.write(bench.case.history, bench.case.lens, bench.case.padding, shared)
-            assert_close(bench, bench.attend(bench.case.padding), f"with {shared} shared blocks: ")
+        """Check the bench's step with rows that begin with the same blocks, when so many of them are told; then with other K and V in these
+        blocks, and in other blocks."""
+        own = bench.table[:, :blocks].copy()
+        for row, numbers, what in ((0, told, ""), (0, told[:1], "other K and V in "), (1, told[:1], "other blocks after ")):
+            share_prefix(bench, blocks, own[row])
+            bench.write((0,) * len(bench.case.history), bench.case.history)
+            for shared in numbers:
+                bench.write(bench.case.history, bench.case.lens, bench.case.padding, shared)
+                assert_close(bench, bench.attend(bench.case.padding), f"with {what}{shared} shared blocks: ")
 
     def assert_written_when_open(self, bench: Bench) -> None:
-        """Check a step of 10 tokens in two rows whose K and V are written into the open cache."""
-        bench.write((0,) * 2, bench.case.history)
+        """Check a step of 10 tokens in two rows whose K and V are written into the open cache: as it was laid open for the step, as it was before a
+        larger step and a smaller one came between, and after another `allocate`."""
+        case = bench.case
+        bench.write((0,) * 2, case.history)
+        kept = self.opened(bench)
+        bench.plan(case.history, case.lens, padding=4)  # whose slots aren't those of a later step's padding
+        larger = [max(0, length - 20) for length in case.lens]
+        bench.plan(larger, case.lens, padding=3)
+        bench.plan((0, 0), (1, 1))
+        again = self.opened(bench)
+        require(again.slots.data_ptr() == kept.slots.data_ptr(), "`slots` moved from one plan to the next")
+        self.assert_takes(bench, kept, "a cache that was laid open in an earlier step: ")
+        bench.allocate()
+        bench.write((0,) * 2, case.history)
+        self.assert_takes(bench, self.opened(bench), "a cache that was laid open after a second allocate(): ")
+
+    def opened(self, bench: Bench) -> FusedCache:
+        """Plan the bench's step, with 2 tokens of padding, and return the cache as it is laid open."""
         bench.plan(bench.case.history, bench.case.lens, padding=2)
-        cache, size = bench.layers[0].cache_for_fused_write(), bench.case.block_size
-        require(cache is not None, "cache_for_fused_write() returned None once a step was planned")
-        slots = cache.slots[:10]  # type: ignore[union-attr]
-        for into, values, scale in zip((cache.k, cache.v), (bench.k, bench.v), bench.case.kv_scales, strict=True):  # type: ignore[union-attr]
-            step = bench.tensor([row[start:] for row, start in zip(values[0], bench.case.history, strict=True)])
-            if bench.case.cache_dtype is None:
-                into[slots // size, slots % size] = step
+        cache = bench.layers[0].cache_for_fused_write()
+        if cache is None:
+            fail("cache_for_fused_write() returned None once a step was planned")
+        return cache
+
+    def assert_takes(self, bench: Bench, cache: FusedCache, what: str) -> None:
+        """Check the bench's step, whose K and V are written into an open cache as a kernel would."""
+        case, size = bench.case, bench.case.block_size
+        bench.plan(case.history, case.lens, padding=2)
+        slots = cache.slots[:12]
+        pool, room = case.num_blocks * size, len(cache.k) * size  # there may be blocks beside the pool, for padding
+        nowhere = all(slot == -1 or pool <= slot < room for slot in slots[10:].tolist())
+        require(nowhere, f"{what}the slots of two tokens of padding are {slots[10:].tolist()}, expected -1")
+        for into, values, scale in zip((cache.k, cache.v), (bench.k, bench.v), case.scales_of(0), strict=True):
+            step = bench.tensor([row[start:] for row, start in zip(values[0], case.history, strict=True)])
+            at = slots[:10] // size, slots[:10] % size
+            if case.cache_dtype is None:
+                into[at] = step
             else:
-                require(cache.scales is not None, "the open cache has a smaller dtype, and no scales")  # type: ignore[union-attr]
-                into.view(torch.uint8)[slots // size, slots % size] = (step.float() / scale).to(into.dtype).view(torch.uint8)
-        assert_close(bench, bench.attend(padding=2), "K and V written into the open cache: ")
-        address = cache.slots.data_ptr()  # type: ignore[union-attr]
-        bench.plan(bench.case.history, bench.case.lens)
-        again = bench.layers[0].cache_for_fused_write()
-        require(again is not None and again.slots.data_ptr() == address, "`slots` moved from one plan to the next")
+                require(cache.scales is not None, "the open cache has a smaller dtype, and no scales")
+                into.view(torch.uint8)[at] = (step.float() / scale).to(into.dtype).view(torch.uint8)
+        assert_close(bench, bench.attend(padding=2), f"K and V written into {what}")
 
 
 def _host(values: Any) -> Any:

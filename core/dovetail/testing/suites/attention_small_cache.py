@@ -15,7 +15,7 @@ from dovetail.testing.suites.attention_judging import assert_as_defined
 from dovetail.testing.suites.attention_memory import COPIES, AttentionMemory
 
 LONG = 1200  # tokens: enough for sums in half precision to go astray
-KV_SCALES = (0.037, 0.21)  # of K and V: what no reciprocal or power of two is
+KV_SCALES = ((0.037, 0.21), (0.29, 0.053))  # of K and V, layer by layer: what no reciprocal or power of two is
 
 
 class AttentionSmallCache(AttentionMemory):
@@ -29,41 +29,53 @@ class AttentionSmallCache(AttentionMemory):
     @check("attention.cache_dtypes", since="0.2", capability="cache_dtypes")
     def test_k_and_v_in_a_smaller_dtype_are_attended_as_they_are_stored(self) -> None:
         """For each of `capabilities.cache_dtypes`: what is attended is K / k_scale rounded to the nearest, times k_scale; V likewise, with a scale of
-        its own. Sums over many tokens are kept in float32: what matrix units lose that add up products of FP8 is what long contexts need. Scales
-        that change later are read anew."""
+        its own, and so each layer, however small the scales. Sums over many tokens are kept in float32: what matrix units lose that add up products
+        of FP8 is what long contexts need. Scales that change later are read anew."""
         for dtype in self.tried_dtypes():
-            windows = (None, 20) if self.claims.window else (None,)
+            windows = (None, 20 if self.claims.window else None)
             for case in self.small_case((0, 30, LONG, 5), (40, 9, 1, 1), windows=windows, heads=4, kv_heads=2, dtype=dtype, padding=3):
                 bench = self.bench(case)
                 for row in bench.q[0]:
                     row *= 0.1  # flat weights: every token counts in the sums
                 assert_as_defined(bench, f"with K and V in {case.cache_dtype}: ")
+            tiny = max(1e-20, torch.finfo(getattr(torch, dtype)).tiny / 64)
+            for case in self.small_case((0, 20), (9, 1), dtype=dtype, kv_scales=((tiny, 1.3 * tiny),)):
+                bench = self.bench(case)
+                for k, v, q in zip(bench.k[0], bench.v[0], bench.q[0], strict=True):
+                    k *= 20 * tiny
+                    v *= 20 * tiny
+                    q *= 0.02 / tiny
+                assert_as_defined(bench, f"with K and V in {case.cache_dtype}, divided by {tiny:.3g}: ")
         for case in self.small_case((0, 20), (9, 1)):
             bench = self.bench(case)
             bench.scales[0].k.fill_(1.5)
             bench.scales[0].v.fill_(0.75)
-            bench.case = replace(case, kv_scales=(1.5, 0.75))
+            bench.case = replace(case, kv_scales=((1.5, 0.75),))
             assert_as_defined(bench, "after its scales have changed: ")
 
     @check("attention.cache_saturates", since="0.2", capability="cache_dtypes")
     def test_what_is_too_large_for_a_smaller_dtype_becomes_its_largest_number(self) -> None:
-        """A conversion that makes NaN or infinity of it would spoil all that attends to that token."""
+        """A conversion that makes NaN or infinity of it would spoil all that attends to that token. Infinity too is too large, not NaN."""
         for case in self.small_case((0, 20), (9, 1)):
             bench = self.bench(case)
             limit = float(torch.finfo(getattr(torch, str(case.cache_dtype))).max)
-            for values, scale in ((bench.k, KV_SCALES[0]), (bench.v, KV_SCALES[1])):
+            for values, scale in zip((bench.k, bench.v), case.scales_of(0), strict=True):
                 for row in values[0]:
                     row[::3] *= limit * scale
+                    row[1::5, :, ::2] *= torch.inf
             assert_as_defined(bench, f"with K and V beyond {limit:g} times the scales: ")
 
     @check("attention.cache_places", since="0.2", capability="cache_dtypes")
     def test_a_smaller_dtype_keeps_the_rest_of_the_contract(self) -> None:
-        """Blocks take the memory that `bytes_per_block` says, copies run in order, a shared prefix is read, a cache that is laid open has `scales`
-        and is written as `write` would, and mixed graphs are planned: all of it with K and V in each of `capabilities.cache_dtypes`."""
+        """Blocks take the memory that `bytes_per_block` says, copies run in order, k and v are only read, a shared prefix is read, a cache that is
+        laid open has `scales` and is written as `write` would, and mixed graphs are planned: all of it with K and V in each of
+        `capabilities.cache_dtypes`."""
         size = self.claims.default_block_size()
-        for case in self.small_case((0,), (4 * size,), windows=(None, None), spare_blocks=0, kv_scales=(1.0, 1.0)):
+        for case in self.small_case((0,), (4 * size,), windows=(None, None), spare_blocks=0, kv_scales=((1.0, 1.0),)):
             self.assert_copies(case, COPIES[2:4])
             self.assert_memory(AttentionContext(self.place, case.dtype, size, case.cache_dtype))
+        for case in self.small_case((20, 0, 33), (1, 7, 1), padding=2):
+            self.assert_only_read(case)
         if self.declares("shared_prefix"):
             blocks = -(-160 // size)
             tails = tuple(blocks * size + n for n in (1, size, 7))
