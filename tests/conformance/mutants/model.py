@@ -486,3 +486,169 @@ class RoomForFourSequences(Altered):
 class PassesOverSwitches(Qwen3):
     def _unknown(self, config: Any) -> list[str]:
         return [reason for reason in super()._unknown(config) if "= True" not in reason]
+
+
+# ---- right in the common case, wrong at an edge
+
+
+@mutant(caught_by="model.dtype")
+class LastNormInItsDtype(Qwen3):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        model.norm.forward = lambda x: self.norm(x, model.norm.weight, config.rms_norm_eps)
+        return model  # type: ignore[no-any-return]
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+@mutant(caught_by="model.dtype")
+class NormsHeadsInItsDtype(Qwen3):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        for block in model.blocks:
+            norm = block.attention.qk_norm
+            weight = norm.weight.view(norm.heads)
+            norm.forward = lambda x, weight=weight: weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps))
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.dtype")
+class RoundsTheMeanOfSquares(LastNormInItsDtype):
+    """What is squared is in float32, so that nothing overflows."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        mean = x.float().pow(2).mean(-1, keepdim=True)
+        kept = mean.bfloat16().float() if x.dtype != torch.float32 else mean
+        return weight * (x.float() * torch.rsqrt(kept + eps)).to(x.dtype)
+
+
+@mutant(caught_by="model.dtype")
+class SquaresInItsDtype(LastNormInItsDtype):
+    """Right but for what is so large that its square overflows."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        mean = x.pow(2).float().mean(-1, keepdim=True)
+        return weight * (x.float() * torch.rsqrt(mean + eps)).to(x.dtype)
+
+
+class Wrapped(Qwen3):
+    """Stands between the caller and the built model."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward, logits = model.forward, model.logits
+        model.forward = lambda token_ids, positions, wanted=None: self.states(forward, token_ids, positions, wanted)
+        model.logits = lambda hidden: self.logits(logits, hidden)
+        return model  # type: ignore[no-any-return]
+
+    def states(self, forward: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
+
+    def logits(self, logits: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return logits(hidden)  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.wanted")
+class TakesOneWantedForTheLast(Wrapped):
+    def states(self, forward: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        return forward(token_ids, positions, torch.tensor([len(token_ids) - 1]) if wanted is not None and len(wanted) == 1 else wanted)  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.wanted")
+class WritesUpToTheLastWanted(Qwen3):
+    """K and V of what comes after it stay zeros, in the last layer."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward, layer = model.forward, model.blocks[-1].attention.attn
+        write = layer.write
+
+        def write_some(token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+            some = (torch.arange(len(token_ids)) <= (wanted.max() if wanted is not None else len(token_ids)))[:, None, None]
+            layer.write = lambda k, v: write(k * some, v * some)
+            return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
+
+        model.forward = write_some
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.owns_nothing")
+class SortsManyWantedInPlace(Wrapped):
+    def states(self, forward: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        states: torch.Tensor = forward(token_ids, positions, wanted)
+        if wanted is not None and len(wanted) > 2:
+            wanted.copy_(wanted.sort().values)
+        return states
+
+
+@mutant(caught_by="model.owns_nothing")
+class UsesOneRowOfStatesAgain(Wrapped):
+    def logits(self, logits: Any, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = logits(hidden)
+        if len(hidden) == 1:
+            hidden.mul_(0.5)
+        return found
+
+
+@mutant(caught_by="model.owns_nothing")
+class KeepsLogitsOfTheSameStates(Wrapped):
+    """As long as it is asked for those of one tensor, one call after the other."""
+
+    last: ClassVar[Any] = (None, None)
+
+    def logits(self, logits: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if self.last[0] is not hidden:
+            self.last = hidden, logits(hidden)  # type: ignore[misc]
+        return self.last[1]  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.ragged")
+class TakesTheLastPositionForTheLargest(Altered):
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions.clamp(max=int(positions[-1]))
+
+
+@mutant(caught_by="model.ragged")
+class TakesFallingPositionsForRising(Altered):
+    """A step of one token a sequence has them sorted."""
+
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions.sort().values if (positions[1:] < positions[:-1]).all() else positions
+
+
+@mutant(caught_by="model.config_fields")
+class HasALeastEps(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        shape = super().shape(config)
+        return replace(shape, norm_eps=max(shape.norm_eps, 1e-6))
+
+
+@mutant(caught_by="model.config_fields")
+class TakesAWindowOfOneForNone(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        shape = super().shape(config)
+        return replace(shape, windows=tuple(None if window == 1 else window for window in shape.windows))
+
+
+@mutant(caught_by="model.config_fields")
+class HasALeastWindow(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        shape = super().shape(config)
+        return replace(shape, windows=tuple(window and max(window, 2) for window in shape.windows))
+
+
+@mutant(caught_by="model.config_fields")
+class TakesNoUnwindowedLayersForAll(Qwen3):
+    """`max_window_layers` of 0 is taken for a field that isn't set."""
+
+    def shape(self, config: Any) -> DecoderShape:
+        shape = super().shape(config)
+        return replace(shape, windows=(None,) * len(shape.windows)) if not config.max_window_layers else shape
+
+
+@mutant(caught_by="model.config_fields")
+class HasALargestTheta(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        shape = super().shape(config)
+        return replace(shape, rope=replace(shape.rope, theta=min(shape.rope.theta, 1e6)))

@@ -39,7 +39,10 @@ CLAUSES: Marks = {
     },
     "ModelArch": TOLD,
     "ModelArch.reasons_against": held(
-        "config_fields", "unknown_fields", "rope_types", but="unknown fields are a choice of seven, unknown ropes of three"
+        "config_fields",
+        "unknown_fields",
+        "rope_types",
+        but="unknown fields are a choice of seven, unknown ropes of three, and a field that is served is tried with one to three values",
     ),
     "ModelArch.layer_specs": held("layer_specs"),
     "ModelArch.build": {"uninitialised": held("weight_complete", "dtype"), "*": TOLD},

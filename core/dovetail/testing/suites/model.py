@@ -87,7 +87,7 @@ class ModelSuite(Suite):
     @check("model.config_fields", since="0.1")
     def test_config_fields(self) -> None:
         """A field of the config that changes the numbers was taken, and the numbers aren't transformers'. Implement it, or name it in
-        `reasons_against`."""
+        `reasons_against`. Extreme values count too: an eps of 1e-12, a window of one token, no layer without a window."""
         for architecture in self.served:
             for change in configs.changes(architecture):
                 config = configs.tiny(architecture, **change.fields)
@@ -97,8 +97,12 @@ class ModelSuite(Suite):
                     require(named, f"{change.fields} is refused without naming {change.field}: {list(reasons)}")
                     continue
                 reference, tokens = Reference(config), some_tokens(config, 40)
-                ours = Bench(self.arch, config, reference.tensors()).run(tokens)
-                assert_close(ours, reference.run(tokens)[1], f"{architecture} takes {change.fields}, but its logits differ from transformers'")
+                if change.tiny_weights:
+                    reference.scale_matrices(change.tiny_weights)
+                bench = Bench(self.arch, config, reference.tensors())
+                hidden = bench.step(Chunk("a", tokens, 0))
+                for what, ours, theirs in zip(("hidden states", "logits"), (hidden, bench.logits(hidden)), reference.run(tokens), strict=True):
+                    assert_close(ours, theirs, f"{architecture} takes {change.fields}, but its {what} differ from transformers'")
 
     @check("model.unknown_fields", since="0.1")
     def test_unknown_fields(self) -> None:
@@ -153,20 +157,24 @@ class ModelSuite(Suite):
         sampler may overwrite logits) changes later ones; or an attention result was used after the next layer had attended."""
         config = next(self.configs())
         bench = self.bench(config, Reference(config).tensors())
-        tokens, wanted = some_tokens(config, 12), torch.tensor([11, 3])
+        tokens = some_tokens(config, 12)
         expected = bench.run(tokens, sequence="first")
-        given = tokens.clone(), torch.arange(12), wanted.clone()
-        bench.sequences.step = [("second", 12)]
-        with torch.no_grad():
-            hidden = bench.model(*given)
-            require(torch.equal(given[0], tokens) and torch.equal(given[1], torch.arange(12)), "forward() changed token_ids or positions")
-            require(torch.equal(given[2], wanted), "forward() changed wanted")
-            states = hidden.clone()
-            bench.model.logits(hidden).fill_(torch.nan)
-            require(torch.equal(hidden, states), "logits() changed the hidden states")
-            hidden.fill_(torch.nan)
-        again = bench.logits(bench.step(Chunk("third", tokens, 0), wanted=wanted))
-        assert_close(again, expected[wanted], "logits after the caller has overwritten earlier results")
+        for wanted in (torch.tensor([11, 3, 7, 0]), torch.tensor([5])):
+            given = tokens.clone(), torch.arange(12), wanted.clone()
+            sequence = f"with {len(wanted)} wanted"
+            bench.sequences.step = [(sequence, 12)]
+            with torch.no_grad():
+                hidden = bench.model(*given)
+                require(torch.equal(given[0], tokens) and torch.equal(given[1], torch.arange(12)), "forward() changed token_ids or positions")
+                require(torch.equal(given[2], wanted), "forward() changed wanted")
+                states = hidden.clone()
+                bench.model.logits(hidden).fill_(torch.nan)
+                require(torch.equal(hidden, states), f"logits() changed {len(wanted)} hidden states")
+                again = bench.model.logits(hidden)
+                assert_close(again, expected[wanted], "logits of the same states, after the caller has overwritten those of the first call")
+                hidden.fill_(torch.nan)
+            again = bench.logits(bench.step(Chunk(f"again {sequence}", tokens, 0), wanted=wanted))
+            assert_close(again, expected[wanted], "logits after the caller has overwritten earlier results")
 
     @check("model.chunks", since="0.1")
     def test_chunks(self) -> None:
@@ -217,6 +225,10 @@ class ModelSuite(Suite):
             assert_close(
                 bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a step of {MANY} sequences differ from those alone"
             )
+            falling = [Chunk(name, tokens[name][:1], start) for name, start in (("a", 50), ("b", 40), ("c", 14))]
+            expected = [alone.run(part.token_ids, sequence=part.sequence, start=part.start) for part in falling]
+            told = f"logits of {_told(config)} in a step whose positions fall from row to row differ from those alone"
+            assert_close(bench.logits(bench.step(*falling)), torch.cat(expected), told)
 
     @check("model.wanted", since="0.2")
     def test_wanted(self) -> None:
@@ -224,9 +236,13 @@ class ModelSuite(Suite):
         and V of the others: all are written, in every layer. The plainest way to be right: `return hidden if wanted is None else hidden[wanted]`."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 9, seed=1)
-            steps = (Chunk("a", tokens[:20], 0), Chunk("b", others, 0)), (Chunk("a", tokens[20:], 20), Chunk("b", others[:1], 9))
+            steps: tuple[tuple[tuple[Chunk, ...], list[int]], ...] = (
+                ((Chunk("a", tokens[:14], 0), Chunk("b", others[:5], 0)), [3]),  # what comes after it is read by later steps
+                ((Chunk("a", tokens[14:20], 14), Chunk("b", others[5:], 5)), [8, 2, 5]),
+                ((Chunk("a", tokens[20:], 20), Chunk("b", others[:1], 9)), [*range(10, -1, -1)]),
+            )
             whole = Bench(self.arch, config, reference.tensors())
-            for parts, places in zip(steps, ([28, 3, 19], [*range(10, -1, -1)]), strict=True):
+            for parts, places in steps:
                 alone, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
                 assert_close(alone, expected, f"states of {_told(config)} at places {places} of a step differ where these alone are wanted")
 
@@ -357,24 +373,47 @@ class ModelSuite(Suite):
     @check("model.dtype", since="0.1")
     def test_dtype(self) -> None:
         """Parameters and hidden states aren't of the dtype that was asked for, or half precision goes astray: keep norms, rotation and softmax in
-        float32 inside. On average logits may be off by half as much again as transformers' in that dtype, those of the worst token by three times as
-        much, also at positions that the dtype can't hold."""
+        float32 inside, as squares of large numbers overflow float16. On average logits may be off by half as much again as transformers' in that
+        dtype, those of the worst token by three times as much, also at positions that the dtype can't hold."""
         far = configs.tiny(self.served[0], max_position_embeddings=2 * FAR)
         for index, config in enumerate([*self.configs(), far]):
-            reference, tokens = Reference(config), some_tokens(config, FAR if config is far else 40)
-            exact, tensors = reference.run(tokens)[1], reference.tensors()
             for dtype in (torch.float16, torch.bfloat16)[bool(index) :]:
-                bench = self.bench(config, tensors, dtype=dtype)
-                found = {rule.parameter.dtype for rule in bench.model.weights()}
-                require(found == {dtype}, f"parameters of a model in {dtype} are {found}")
-                hidden = bench.step(Chunk("a", tokens, 0))
-                require(hidden.dtype == dtype and hidden.device == CPU, f"hidden states of a model in {dtype} are {hidden.dtype} on {hidden.device}")
-                reference.model.to(dtype)
-                ours, theirs = ((logits.float() - exact).abs().mean(1) for logits in (bench.logits(hidden), reference.run(tokens)[1]))
-                for what, error, allowed in (("on average", ours.mean(), 1.5 * theirs.mean()), ("at the worst token", ours.max(), 3 * theirs.max())):
-                    told = f"{_told(config)} in {dtype}: logits of {len(tokens)} tokens are off by {error:.3g} {what}, allowed are {allowed:.3g}"
-                    require(error <= allowed, told)
-                reference.load(tensors)
+                self.assert_exact_in(dtype, config, Reference(config), FAR if config is far else 40)
+        plain = configs.tiny(self.served[0])
+        self.assert_norms_exact(plain)
+        reference = Reference(plain)
+        if reference.enlarge_what_norms_of_heads_get(1000.0):
+            self.assert_exact_in(torch.float16, plain, reference, 40, " where q and k are large before their norms")
+
+    def assert_exact_in(self, dtype: torch.dtype, config: Any, reference: Reference, length: int, what: str = "") -> None:
+        """Check logits of so many tokens in half precision."""
+        tokens = some_tokens(config, length)
+        exact, bench = reference.run(tokens)[1], self.bench(config, reference.tensors(), dtype=dtype)
+        found = {rule.parameter.dtype for rule in bench.model.weights()}
+        require(found == {dtype}, f"parameters of a model in {dtype} are {found}")
+        hidden = bench.step(Chunk("a", tokens, 0))
+        require(hidden.dtype == dtype and hidden.device == CPU, f"hidden states of a model in {dtype} are {hidden.dtype} on {hidden.device}")
+        reference.model.to(dtype)
+        ours, theirs = ((logits.float() - exact).abs().mean(1) for logits in (bench.logits(hidden), reference.run(tokens)[1]))
+        for which, error, allowed in (("on average", ours.mean(), 1.5 * theirs.mean()), ("at the worst token", ours.max(), 3 * theirs.max())):
+            told = f"{_told(config)} in {dtype}{what}: logits of {length} tokens are off by {error:.3g} {which}, allowed are {allowed:.3g}"
+            require(error <= allowed, told)
+
+    def assert_norms_exact(self, config: Any) -> None:
+        """Check the norms in half precision, by embeddings that no layer adds anything to: each token's states are those of float32, but for the
+        rounding of each number. A common factor is what a rounded mean of squares leaves; squares of large ones are infinite in float16."""
+        for dtype, size in ((torch.bfloat16, 1.0), (torch.float16, 3000.0)):
+            reference, tokens = Reference(config), torch.arange(config.vocab_size)
+            reference.scale_matrices(0.0, embedding=size)
+            reference.model.to(dtype)
+            rounded = {name: tensor.float() for name, tensor in reference.tensors().items()}
+            theirs = reference.run(tokens)[0].float()
+            reference.load(rounded)
+            exact = reference.run(tokens)[0]
+            ours = self.bench(config, rounded, dtype=dtype).step(Chunk("a", tokens, 0)).float()
+            factors = [(((states * exact).sum(1) / (exact * exact).sum(1)) - 1).abs().mean() for states in (ours, theirs)]
+            told = f"{_told(config)} in {dtype}, with embeddings {size:g} times as large: norms are off by a factor of {factors[0]:.3g} a token"
+            require(factors[0] <= 2 * factors[1], f"{told}, allowed are {2 * factors[1]:.3g}")
 
 
 def some_tokens(config: Any, length: int, seed: int = 0) -> torch.Tensor:

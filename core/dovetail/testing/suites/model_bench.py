@@ -172,6 +172,27 @@ class Reference:
             for name, parameter in self.model.named_parameters():
                 parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
 
+    def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
+        """Multiply the weights of all layers by `factor`, and those of the embedding by it or `embedding`; norms and an untied head stay."""
+        embedded = self.model.get_input_embeddings().weight
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if parameter is embedded:
+                    parameter.mul_(factor if embedding is None else embedding)
+                elif "norm" not in name and parameter is not self.model.get_output_embeddings().weight:
+                    parameter.mul_(factor)
+
+    def enlarge_what_norms_of_heads_get(self, factor: float) -> bool:
+        """Multiply the weights of q and k by `factor` if they are normed, which changes next to nothing; return whether they are."""
+        names = dict(self.model.named_parameters())
+        if not any("q_norm" in name for name in names):
+            return False
+        with torch.no_grad():
+            for name, parameter in names.items():
+                if "q_proj" in name or "k_proj" in name:
+                    parameter.mul_(factor)
+        return True
+
     def load(self, tensors: Tensors) -> None:
         """Give it such tensors again, in float32."""
         self.model.float().load_state_dict(tensors, strict=False)

@@ -57,6 +57,7 @@ ROPES: tuple[dict[str, Any], ...] = (
 )
 
 WITH_A_WINDOW = {"sliding_window": 3, "max_window_layers": 1}  # what `use_sliding_window` needs, of configs that have it
+WITH_THE_LEAST_WINDOW = {"sliding_window": 1, "max_window_layers": 0}
 
 UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers would pass over in silence
     "final_logit_softcapping": 30.0,
@@ -79,6 +80,7 @@ class Change(NamedTuple):
 
     field: str
     fields: dict[str, Any]
+    tiny_weights: float | None = None  # a factor of all matrices, where the field shows by small numbers alone
 
 
 def config_class(architecture: str) -> type[Any]:
@@ -114,14 +116,17 @@ def changes(architecture: str) -> Iterator[Change]:
         if field in common or field.startswith("_"):
             continue
         if isinstance(value, bool):
-            needed = WITH_A_WINDOW if field == "use_sliding_window" else {}
-            yield Change(field, {field: not value, **{name: number for name, number in needed.items() if name in own}})
+            for needed in (WITH_A_WINDOW, WITH_THE_LEAST_WINDOW) if field == "use_sliding_window" else ({},):
+                yield Change(field, {field: not value, **{name: number for name, number in needed.items() if name in own}})
         elif isinstance(value, float) and not field.endswith(("dropout", "range")):
             yield Change(field, {field: value * 3 or 0.5})
+            if field.endswith("eps"):
+                yield Change(field, {field: 1e-12}, tiny_weights=1e-5)
         elif field in ("hidden_act", "hidden_activation"):
             yield Change(field, {field: "gelu" if value != "gelu" else "silu"})
         elif field == "sliding_window":
-            yield Change(field, {field: 3})
+            yield from (Change(field, {field: window}) for window in (3, 1))
         elif field == "rope_parameters":
             yield from (Change("rope_type", {field: rope}) for rope in ROPES)
+            yield Change("rope_theta", {field: {**value, "rope_theta": 1e8}})
             yield Change("partial_rotary_factor", {field: {**value, "partial_rotary_factor": 0.5}})
