@@ -26,7 +26,7 @@ class HitsInTheWrongOrder(PrefixCache):
         return Allocation(tuple(table), allocation.cached)
 
 
-@mutant(caught_by="kv_cache.exclusive")
+@mutant(caught_by="kv_cache.counts")
 class FreesWhatOthersHold(PrefixCache):
     def free(self, request: Request) -> None:
         if request.id in self._tables:
@@ -485,3 +485,221 @@ class NotesWhatWasLookedUp(PrefixCache):
 class FindsSoManyBlocksAtMost(PrefixCache):
     def _hits(self, request: Request) -> list[int]:
         return super()._hits(request)[:512]
+
+
+# At the edges
+
+
+@mutant(caught_by="kv_cache.misuse")
+class TakesFewerTokensOfTheSameBlock(PrefixCache):
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        table = self._tables.get(request.id)
+        if table is not None and -(-num_tokens // self._block_size) == len(table.blocks):
+            num_tokens = max(num_tokens, table.num_tokens)
+        return super().allocate(request, num_tokens)
+
+
+@mutant(caught_by="kv_cache.misuse")
+class TakesFewerTokensThanWereForked(PrefixCache):
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().fork(parent, child, num_tokens)
+        if allocation is not None:
+            self._tables[child.id].num_tokens = 1
+        return allocation
+
+
+@mutant(caught_by="kv_cache.misuse")
+class TrimsNothingOfNobody(PrefixCache):
+    def trim(self, request: Request, first_needed_token: int) -> None:
+        if request.id in self._tables:
+            super().trim(request, first_needed_token)
+
+
+@mutant(caught_by="kv_cache.misuse")
+class FreesNothingOfNobody(PrefixCache):
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        return super().blocks_needed(request, num_tokens, [other for other in without if other.id in self._tables])
+
+
+@mutant(caught_by="kv_cache.blocks_needed")
+class RefusesAgainWhatItRefused(PrefixCache):
+    """Fewer tokens would fit."""
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.refused: dict[str, int] = {}  # request id -> the blocks available then
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        if self.refused.get(request.id) == self.available_blocks:
+            return None
+        allocation, hits = super().allocate(request, num_tokens), request.id not in self._tables and self._hits(request)
+        if allocation is None and hits:
+            self.refused[request.id] = self.available_blocks
+        return allocation
+
+    def free(self, request: Request) -> None:
+        self.refused.pop(request.id, None)
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.hit")
+class RemembersWhatItFound(PrefixCache):
+    """Until something is committed or forgotten; not when a block is evicted."""
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.found: dict[tuple[str, int], int] = {}
+
+    def lookup(self, request: Request) -> int:
+        if request.id in self._tables:
+            return super().lookup(request)
+        return self.found.setdefault((request.id, request.num_tokens), super().lookup(request))
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        self._forget(request)
+        return super().allocate(request, num_tokens)
+
+    def commit(self, request: Request, upto: int) -> None:
+        self.found.clear()
+        super().commit(request, upto)
+
+    def uncommit(self, request: Request, upto: int) -> None:
+        self.found.clear()
+        super().uncommit(request, upto)
+
+    def reset(self) -> None:
+        self.found.clear()
+        super().reset()
+
+    def free(self, request: Request) -> None:
+        self._forget(request)
+        super().free(request)
+
+    def _forget(self, request: Request) -> None:
+        self.found = {key: found for key, found in self.found.items() if key[0] != request.id}
+
+
+@mutant(caught_by="kv_cache.uncommit")
+class PublishesNothingAfterAnUncommit(PrefixCache):
+    def uncommit(self, request: Request, upto: int) -> None:
+        table = self._table(request, "uncommit")
+        committed = table.num_committed
+        super().uncommit(request, upto)
+        table.num_committed = committed
+
+
+@mutant(caught_by="kv_cache.uncommit")
+class KeepsABlockUncommittedInPart(PrefixCache):
+    """Unless it is the last."""
+
+    def uncommit(self, request: Request, upto: int) -> None:
+        end = -(-upto // self._block_size)
+        last = end >= self._table(request, "uncommit").num_committed
+        super().uncommit(request, upto if last else end * self._block_size)
+
+
+@mutant(caught_by="kv_cache.uncommit")
+class SamplesUncommitTheirParentsBlocks(PrefixCache):
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().fork(parent, child, num_tokens)
+        if allocation is not None:
+            self._tables[child.id].num_found = 0
+        return allocation
+
+
+@mutant(caught_by="kv_cache.reuse")
+class CommittingLessForgets(PrefixCache):
+    def commit(self, request: Request, upto: int) -> None:
+        self.uncommit(request, upto)
+        super().commit(request, upto)
+
+
+@mutant(caught_by="kv_cache.reset")
+class ResetMindsOnlyWhoCommitted(PrefixCache):
+    """Who held blocks and had committed none publishes what it computed before."""
+
+    def reset(self) -> None:
+        super().reset()
+        for table in self._tables.values():
+            table.publishes = not table.num_committed
+
+
+@mutant(caught_by="kv_cache.reset")
+class ResetMindsOnlyChildrenWithParents(PrefixCache):
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.parents: dict[str, Request] = {}  # child's id -> parent
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().fork(parent, child, num_tokens)
+        if allocation is not None:
+            self.parents[child.id] = parent
+        return allocation
+
+    def free(self, request: Request) -> None:
+        self.parents.pop(request.id, None)
+        super().free(request)
+
+    def reset(self) -> None:
+        super().reset()
+        for child, parent in self.parents.items():
+            self._tables[child].publishes = parent.id not in self._tables
+
+
+@mutant(caught_by="kv_cache.reset")
+class NeverForgivesWhoHeldBlocksAtAReset(PrefixCache):
+    """A request that was preempted since computes everything anew."""
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.outdated: set[str] = set()
+
+    def reset(self) -> None:
+        super().reset()
+        self.outdated |= set(self._tables)
+
+    def commit(self, request: Request, upto: int) -> None:
+        self._table(request, "commit").publishes &= request.id not in self.outdated
+        super().commit(request, upto)
+
+
+@mutant(caught_by="kv_cache.reset")
+class ASecondResetForgivesReaders(PrefixCache):
+    resets = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.resets += 1
+        for table in self._tables.values():
+            table.publishes = self.resets > 1 and table.num_found > 0
+
+
+@mutant(caught_by="kv_cache.fork_copies")
+class SortsManyCopies(PrefixCache):
+    def take_copies(self) -> Sequence[BlockCopy]:
+        copies = super().take_copies()
+        return sorted(copies, key=lambda copy: copy.dst) if len(copies) > 2 else copies
+
+
+@mutant(caught_by="kv_cache.fork_copies")
+class CopiesABlockOnce(PrefixCache):
+    """Of three samples of one request the last alone gets the partial block."""
+
+    def take_copies(self) -> Sequence[BlockCopy]:
+        copies = super().take_copies()
+        return list({copy.src: copy for copy in copies}.values()) if len(copies) > 2 else copies
+
+
+@mutant(caught_by="kv_cache.lawful")
+class TrimsForwardsOnly(PrefixCache):
+    def trim(self, request: Request, first_needed_token: int) -> None:
+        if first_needed_token // self._block_size < self._table(request, "trim").num_trimmed:
+            raise DovetailError("trimmed backwards")
+        super().trim(request, first_needed_token)
+
+
+@mutant(caught_by="kv_cache.request_untouched")
+class RewritesParameters(PrefixCache):
+    def free(self, request: Request) -> None:
+        super().free(request)
+        object.__setattr__(request.params, "top_k", 1)

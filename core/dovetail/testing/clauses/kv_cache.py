@@ -14,7 +14,7 @@ CLAUSES: Marks = {
     "BlockCopy": held("fork_copies"),
     "BlockCounts": {"they always add up": held("counts"), "taken when free ones run out": held("no_leak"), "*": held("counts")},
     "KVCacheManager": {
-        "Misuse": held("misuse", but="not every misuse is tried"),
+        "Misuse": held("misuse", but="more tokens than there are, in commit and fork, aren't tried"),
         "Requests are only read": held("request_untouched", "forgets", "lawful"),
         "What it returns": held("answers"),
         "*": TOLD,
@@ -37,7 +37,7 @@ CLAUSES: Marks = {
     },
     "KVCacheManager.commit": {
         "Let `lookup` find": held("same_step", "reuse", "hit"),
-        "committed again": held("lawful"),
+        "committed again": held("lawful", "reuse", "uncommit"),
         "The core calls it": held("generated", "same_step"),
         "*": TOLD,
     },
@@ -46,7 +46,7 @@ CLAUSES: Marks = {
     "KVCacheManager.take_copies": held("fork_copies", "private"),
     "KVCacheManager.free": {"can be found": held("no_leak", "generated", "reuse"), "even if it holds no blocks": held("lawful", "forgets")},
     "KVCacheManager.trim": {
-        "wholly before": held("trim"),
+        "wholly before": held("trim", "lawful"),
         "keeps its length": held("table"),
         "without the capability": held("lawful", but="only of managers without `trim`"),
     },

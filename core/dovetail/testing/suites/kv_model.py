@@ -34,11 +34,14 @@ class Broken(CheckFailed):
 
 
 class Ended(Exception):
-    """A claim of `FATAL` was broken that isn't watched, so that the script can't go on."""
+    """A claim of `FATAL` was broken that isn't watched: the script can't go on."""
 
 
-READ_ONLY = ("id", "prompt_tokens", "max_tokens", "cache_keys", "num_computed", "blocks", "cached_tokens", "priority", "client")  # of a request
-FATAL = ("lawful", "table", "hit_length")
+READ_ONLY = (  # of a request
+    *("id", "prompt_tokens", "max_tokens", "cache_keys", "num_computed", "blocks", "cached_tokens", "priority", "client", "params"),
+    *("arrival_time", "deadline", "ttft_deadline", "tbt_s", "predicted_tokens", "parent", "stop_ids"),
+)
+FATAL = ("lawful", "table", "hit_length", "exclusive", "counts", "integrity")  # the books are wrong: what follows means nothing, or never ends
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Row:
     disowned: bool = False  # by a reset: it builds on what was forgotten
 
     def __post_init__(self) -> None:
-        self.given = copy.copy(self.request)  # as it was before the manager saw it, but for its tokens
+        self.given = {name: copy.deepcopy(getattr(self.request, name)) for name in READ_ONLY}  # before the manager saw it
 
     @property
     def settled(self) -> int:
@@ -96,17 +99,18 @@ class Row:
 
 
 class KVWorld:
-    """A manager, its requests and its memory. `watch`: the one claim that is judged; None: all are."""
+    """A manager, its requests and its memory. `watch`: the claim whose breach is raised; None: the first breach of each claim is noted."""
 
     def __init__(self, make: Callable[[KVContext], KVCacheManager], shape: Shape, watch: str | None = None) -> None:
         self.kv, self.twin, self.shape, self.watch = make(shape.context), make(shape.context), shape, watch
         self.script: Sequence[Act] = ()
+        self.breaches: dict[str, Broken] = {}  # by claim
         self.block_size, self.num_blocks, self.window = shape.block_size, shape.num_blocks, shape.window
         self.memory: dict[tuple[int, int], Content] = {}  # (block, offset) -> content written last
         self.committed: set[Content] = set()  # the last token of each full block, unless forgotten since
         self.nothing_lost = True  # False once a block may have been evicted, or a prefix interrupted: then less may be found
         self.live: list[Row] = []
-        self.hogs = 0
+        self.hogs = self.looks = 0
         self.copies: list[tuple[Sequence[BlockCopy], tuple[BlockCopy, ...]]] = []  # what `take_copies` returned, and what that was then
         self.probe = make_request("probe", [98])
         self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: one comes back once its request has ended
@@ -153,7 +157,11 @@ class KVWorld:
         waiting = not row.table
         start = self._lookup(row) if waiting else row.computed
         end = min(start + chunk, len(row.tokens))
-        if end > start and self._take_blocks(row, start, max(end + spare, len(row.table) * self.block_size)):
+        if end > start and not self._take_blocks(row, start, max(end + spare, len(row.table) * self.block_size)):
+            end = start + (end - start) // 2  # fewer may fit
+            if end == start or not self._take_blocks(row, start, max(end, len(row.table) * self.block_size)):
+                return
+        if end > start:
             row.planned_from, row.computed, row.admitted_now = start, end, waiting
             if waiting:
                 row.prefill_end = row.request.num_tokens
@@ -206,6 +214,12 @@ class KVWorld:
         if granted:
             self._release(granted[-1])
 
+    def take_back_last_granted(self) -> None:
+        """Take a grant back; the request keeps its blocks."""
+        granted = [row for row in self.live if row.planned_from is not None]
+        if granted:
+            self._take_back(granted[-1])
+
     def finish(self, who: int) -> None:
         row = self._row(who)
         if row is not None:
@@ -222,6 +236,7 @@ class KVWorld:
         needed = max(0, row.computed - self.window + 1)
         self._tell("trim", row.request, needed)
         self.nothing_lost = False
+        self._tell("trim", row.request, needed // 2)  # no layer reads what was trimmed before
         if self.kv.capabilities.trim:
             row.trimmed = max(row.trimmed, needed // self.block_size)
         held, expected = self._ask("counts").held, len(self._held())
@@ -267,7 +282,7 @@ class KVWorld:
         if all(row.planned_from is None for row in self.live):
             self._tell("reset")
             self.committed.clear()
-            self.nothing_lost = False
+            self.nothing_lost = True  # of what is committed from now on
             for row in self.live:
                 row.disowned = bool(row.table)
 
@@ -362,25 +377,30 @@ class KVWorld:
             self.committed |= {row.content(end - 1) for end in range(self.block_size, known + 1, self.block_size)}
 
     def _release(self, row: Row) -> None:
-        """Release its blocks; before, those of requests admitted in this step that share tokens which it would have written in it."""
+        """Release its blocks, after taking back its grant."""
         if not row.table:
             return
-        if row.planned_from is not None:
-            certain = row.planned_from // self.block_size
-            if row.planned_from < row.request.num_tokens:  # known, so that it may have been committed
-                self._tell("uncommit", row.request, row.planned_from)
-            self.nothing_lost = False
-            row.planned_from = None
-            for other in self.live:
-                shares = any(a == b for a, b in zip(row.table[certain:], other.table[certain:], strict=False))
-                if other is not row and other.admitted_now and shares:
-                    self._release(other)
+        self._take_back(row)
         foretold, available = self._freed_by([row.request]), self._ask("available_blocks")
         self._tell("free", row.request)
         freed = self._ask("available_blocks") - available
         told = f"blocks_needed(…, without=[{row.request}]) counted off {foretold} blocks; freeing it made {freed} available"
         self._hold("blocks_needed_without", freed == foretold, told)
         row.table, row.computed, row.trimmed, row.admitted_now, row.copied, row.disowned = [], 0, 0, False, range(0), False
+
+    def _take_back(self, row: Row) -> None:
+        """Take back its grant, if it has one; release requests admitted in this step that share tokens which it would have written in it."""
+        if row.planned_from is None:
+            return
+        certain = row.planned_from // self.block_size
+        if row.planned_from < row.request.num_tokens:  # known, so that it may have been committed
+            self._tell("uncommit", row.request, row.planned_from)
+        self.nothing_lost = False
+        row.computed, row.planned_from, row.admitted_now = row.planned_from, None, False
+        for other in self.live:
+            shares = any(a == b for a, b in zip(row.table[certain:], other.table[certain:], strict=False))
+            if other is not row and other.admitted_now and shares:
+                self._release(other)
 
     # What must hold
 
@@ -393,6 +413,9 @@ class KVWorld:
             self.kv.check_integrity()
         except Exception as error:
             self._broken("integrity", f"check_integrity raised {describe(error)}, after lawful calls alone")
+        self.looks += 1
+        if (asked := self._row(self.looks)) is not None:  # the same question again and again, whatever has changed since
+            self._lookup(asked)
         running = [row for row in self.live if row.table]
         for group in (running[:1], running[:2], running):
             self._check_sharing(group, [row for row in running if row not in group])
@@ -407,7 +430,7 @@ class KVWorld:
     def _check_request(self, row: Row) -> None:
         """Check that a request is as the model made it, and its tokens those that it generated."""
         request = row.request
-        written = [name for name in READ_ONLY if getattr(request, name) != getattr(row.given, name)]
+        written = [name for name, value in row.given.items() if getattr(request, name) != value]
         known = [*request.prompt_array.tolist(), *request.output_token_ids]
         self._hold("request_untouched", not written, f"{request} was given another {', '.join(written)}")
         self._hold("request_untouched", known == row.tokens[: len(known)], f"{request} has the tokens {known}, and had {row.tokens}")
@@ -441,8 +464,10 @@ class KVWorld:
             self._broken(claim, message)
 
     def _broken(self, claim: str, message: str) -> None:
-        if self.watch in (None, claim):
+        if self.watch == claim:
             raise Broken(message, claim, self.shape, self.script)
+        if self.watch is None and claim not in self.breaches:
+            self.breaches[claim] = Broken(message, claim, self.shape, self.script)
         if claim in FATAL:
             raise Ended
 

@@ -12,7 +12,7 @@ from dovetail.testing.suites.kv_model import Act, Broken, KVWorld, Shape
 BLOCK_SIZES = (1, 2, 3, 16)
 WEIGHTS = {
     "arrive": 4, "step": 4, "grant": 1, "evict": 2, "fork": 1, "preempt": 1, "preempt_last_granted": 1, "finish": 2, "trim": 1, "submit": 1,
-    "deliver": 1, "hog": 1, "reset": 0.3,
+    "deliver": 1, "hog": 1, "reset": 0.3, "take_back_last_granted": 0.5,
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def _draw_act(random: Random, name: str) -> Act:
             return name, (sampled, random.random() < 0.5)
         case "hog":
             return name, (random.randint(0, 4), random.random() < 0.5)
-        case "deliver" | "reset" | "preempt_last_granted":
+        case "deliver" | "reset" | "preempt_last_granted" | "take_back_last_granted":
             return name, ()
         case _:
             return name, (who,)
