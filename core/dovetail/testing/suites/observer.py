@@ -70,6 +70,7 @@ AGAIN: tuple[Act, ...] = (
     Run(1),
     Abort(-1),
 )
+FAILING: tuple[Act, ...] = (*BUSY[:5], Run(30))
 
 
 class ObserverSuite(Suite):
@@ -85,9 +86,16 @@ class ObserverSuite(Suite):
         timeout, numpy's errors, built-in functions, or the root of all loggers. An observer is a guest in a server; it may do with a logger of its
         own as it likes."""
         before = _process()
-        self._play(BUSY)
-        for name, value in _process().items():
-            require(value == before[name], f"{name} isn't what it was before the run")
+        for when, acts, policy in (
+            ("a busy run", BUSY, _Harsh),
+            ("a run that an error ended", FAILING, _Fails),
+            ("a run without requests", (), _Harsh),
+            ("a run of one request that was aborted", (Arrive((1, 2, 3)), Abort(0)), _Harsh),
+        ):
+            spy = self._play(acts, policy=policy, before=before)
+            for name, value in _process().items():
+                require(value == before[name], f"{name} isn't what it was before {when}")
+            require(not spy.changed, f"{spy.changed} was changed during {when}, for all who run in the meantime")
 
     @check("observer.no_effect", since="0.1")
     def test_an_observer_changes_nothing(self) -> None:
@@ -120,7 +128,7 @@ class ObserverSuite(Suite):
     def test_it_survives_a_run_that_fails(self) -> None:
         """A method raised when an error ended the engine: `on_finished` comes with "error" for every request, and `on_stopped` with the exception,
         which is to be told, not raised."""
-        spy = self._play((*BUSY[:5], Run(30)), policy=_Fails)
+        spy = self._play(FAILING, policy=_Fails)
         require(spy.world.dead is not None, "the suite's failing policy didn't end the engine")
         spy.require_quiet("a run that an error ended")
 
@@ -156,10 +164,18 @@ class ObserverSuite(Suite):
         require(not left, f"after on_stopped there is still: {', '.join(left)}")
 
     def _play(
-        self, acts: tuple[Act, ...], *, shape: Shape = SHAPE, decisions: bool = False, sometimes: bool = False, policy: type[Scheduler] | None = None
+        self,
+        acts: tuple[Act, ...],
+        *,
+        shape: Shape = SHAPE,
+        decisions: bool = False,
+        sometimes: bool = False,
+        policy: type[Scheduler] | None = None,
+        before: dict[str, object] | None = None,
     ) -> Spy:
-        """`decisions`: another observer wants them, so that every step's event has them; with `sometimes` one step's in two."""
-        spy = Spy(self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks)), sometimes=sometimes)
+        """`decisions`: another observer wants them, so that every step's event has them; with `sometimes` one step's in two. `before`: the process's
+        state, to which it is compared after every call."""
+        spy = Spy(self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks)), sometimes=sometimes, before=before)
         spy.world = _play(spy, acts, shape=shape, decisions=decisions, policy=policy or _Harsh)
         return spy
 
@@ -169,10 +185,10 @@ class Spy(Observer):
 
     world: World
 
-    def __init__(self, observer: Observer, *, sometimes: bool = False) -> None:
-        """`sometimes`: every other step's event has no decisions."""
+    def __init__(self, observer: Observer, *, sometimes: bool = False, before: dict[str, object] | None = None) -> None:
+        """`sometimes`: every other step's event has no decisions. `before`: what `changed` names a difference from."""
         super().__init__(NoOptions(), observer.context)
-        self.sometimes = sometimes
+        self.sometimes, self.before, self.changed = sometimes, before, ""
         self.observer, self.capabilities = observer, observer.capabilities
         self.raised: list[tuple[str, BaseException]] = []
         self.own_s, self.steps = 0.0, 0
@@ -197,6 +213,8 @@ class Spy(Observer):
             finally:
                 self.own_s += time.perf_counter() - begun
                 self.steps += method == "on_step"
+                if self.before is not None and not self.changed:
+                    self.changed = next((name for name, value in _process().items() if value != self.before[name]), "")
 
         return tell
 
