@@ -6,6 +6,7 @@ pytest-xdist workers send their expectations and outcomes to the controller, whi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from dovetail.testing.ledger import Expected, Outcome, Verdict
 
 _EXPECTED = "dovetail_expected"  # key in a pytest-xdist worker's output
+NUMBER = re.compile(r"\d[\d.]*")  # a time or an address, which makes one fault look like several
 _OUTPUT_LIMIT = 4_000  # characters kept of a component's output
 
 
@@ -163,6 +165,6 @@ def _failed(error: BaseException, package: str, output: str, notes: tuple[str, .
         "\n".join([text, *getattr(error, "__notes__", ())]),
         output=output,
         notes=notes,
-        fault=f"{describe(raised)} at {place}" if raised is not None and place else "",
+        fault=f"{NUMBER.sub('0', describe(raised))} at {place}" if raised is not None and place else "",
         judged=not place or (own and error.__cause__ is None),
     )

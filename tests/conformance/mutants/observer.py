@@ -221,3 +221,41 @@ class CountsSamplesOfEachPrompt(Observer):
 
     def on_arrived(self, event: RequestArrived) -> None:
         self.samples[event.request.parent] = self.samples.get(event.request.parent, 0) + 1
+
+
+@mutant(caught_by="observer.process_untouched")
+class ChangesTheProcessWhenTheEngineFails(Observer):
+    def on_stopped(self, event: EngineStopped) -> None:
+        if event.error is not None:
+            socket.setdefaulttimeout(1.0)
+
+
+@mutant(caught_by="observer.process_untouched")
+class CollectsNoGarbageDuringARun(Observer):
+    """And lets it be collected afterwards."""
+
+    def on_started(self, event: EngineStarted) -> None:
+        gc.disable()
+
+    def on_stopped(self, event: EngineStopped) -> None:
+        gc.enable()
+
+
+@mutant(caught_by="observer.forgets")
+class KeepsThePreemptedThatAreRejected(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.preempted: set[str] = set()
+
+    def on_preempted(self, event: RequestPreempted) -> None:
+        self.preempted.add(event.request.id)
+
+    def on_finished(self, event: RequestFinished) -> None:
+        if event.finish_reason != "rejected":
+            self.preempted.discard(event.request.id)
+
+
+@mutant(caught_by="observer.raises_nothing")
+class ExpectsTheRejectedNeverToHaveRun(Observer):
+    def on_finished(self, event: RequestFinished) -> None:
+        assert event.finish_reason != "rejected" or not event.request.preemptions

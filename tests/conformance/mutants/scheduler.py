@@ -394,3 +394,28 @@ class CountsSamplesOfEachPrompt(Plain):
 
     def on_arrival(self, request: Request) -> None:
         self.samples[request.parent] = self.samples.get(request.parent, 0) + 1
+
+
+@mutant(caught_by="scheduler.read_only")
+class RaisesThePriorityOfThePreempted(Plain):
+    def on_preempted(self, request: Request) -> None:
+        request.priority -= 10  # type: ignore[misc]
+
+
+@mutant(caught_by="scheduler.read_only")
+class GivesATokenTimeToWhoHasNone(Plain):
+    def on_arrival(self, request: Request) -> None:
+        if request.ttft_deadline is not None and request.tbt_s is None:
+            request.tbt_s = 1.0  # type: ignore[misc]
+
+
+@mutant(caught_by="scheduler.forgets")
+class KeepsWhoEndsHeldBack(Plain):
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.held: set[Request] = set()
+
+    def schedule(self, step: Step) -> None:
+        self.held -= {*step.waiting, *step.running}
+        self.held |= set(step.held_back)
+        super().schedule(step)

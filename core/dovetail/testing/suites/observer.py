@@ -46,6 +46,7 @@ STATE = (
     *("num_computed", "preemptions", "cached_tokens", "recomputed_tokens", "prefill_left", "output_left"),
     *("first_scheduled_time", "first_token_time", "last_token_time"),
 )
+SLOW_S = 0.1  # a call that takes longer is mentioned
 METHODS = ("on_started", "on_arrived", "on_admitted", "on_preempted", "on_finished", "on_step", "on_stopped")
 BUSY: tuple[Act, ...] = (
     Arrive((1, 2, 3, 4, 5, 6, 7), max_tokens=10),
@@ -71,6 +72,13 @@ AGAIN: tuple[Act, ...] = (
     Abort(-1),
 )
 FAILING: tuple[Act, ...] = (*BUSY[:5], Run(30))
+LOST: tuple[Act, ...] = (  # requests that are rejected, and aborted, after a preemption
+    *(Arrive((number,) * 9, max_tokens=16, client="fickle" if number == 2 else None) for number in range(4)),
+    Run(9),
+    Abort(3),
+    Run(9),
+    Abort(1),
+)
 
 
 class ObserverSuite(Suite):
@@ -116,8 +124,11 @@ class ObserverSuite(Suite):
             spy.require_quiet("a busy run")
         self._play(BUSY, shape=STILL).require_quiet("a run in which time stands still")
         self._play((*BUSY, *AGAIN)).require_quiet("a run in which ids come again")
+        self._play(LOST).require_quiet("a run in which preempted requests are rejected and aborted")
         self._play(BUSY, decisions=True, sometimes=True).require_quiet("a run whose steps have decisions only sometimes")
         self.note(f"its own time a step: {1e6 * spy.own_s / max(1, spy.steps):.0f} µs (not judged)")
+        if spy.longest[0] > SLOW_S:
+            self.note(f"a call of {spy.longest[1]} took {spy.longest[0]:.1f} s: the engine waits for it, and the whole suite took long (not judged)")
 
     @check("observer.empty_run", since="0.1")
     def test_it_survives_a_run_without_requests(self) -> None:
@@ -145,11 +156,12 @@ class ObserverSuite(Suite):
     def test_requests_that_ended_are_forgotten(self) -> None:
         """The observer holds on to requests that have ended, or to their ids, so a server's memory grows for ever. Drop what you keep of a request in
         `on_finished`, aborted and rejected ones too, or with the next step if `more_steps` says that one is to come."""
-        spy = self._play(BUSY)
-        ids = {name for request in spy.world.requests for name in (request.id, request.parent) if name}
-        for path, value in reachable(spy.observer):
-            require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
-            require(not (isinstance(value, str) and value in ids), f"{path} holds the id {value!r} after its request's end")
+        for acts in (BUSY, LOST):
+            spy = self._play(acts)
+            ids = {name for request in spy.world.requests for name in (request.id, request.parent) if name}
+            for path, value in reachable(spy.observer):
+                require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
+                require(not (isinstance(value, str) and value in ids), f"{path} holds the id {value!r} after its request's end")
 
     @check("observer.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
@@ -191,7 +203,7 @@ class Spy(Observer):
         self.sometimes, self.before, self.changed = sometimes, before, ""
         self.observer, self.capabilities = observer, observer.capabilities
         self.raised: list[tuple[str, BaseException]] = []
-        self.own_s, self.steps = 0.0, 0
+        self.own_s, self.steps, self.longest = 0.0, 0, (0.0, "")
         for method in METHODS:
             setattr(self, method, self._passing_on(method))
 
@@ -211,7 +223,9 @@ class Spy(Observer):
                 self.raised.append((text, error))
                 raise RuntimeError(text) from error
             finally:
-                self.own_s += time.perf_counter() - begun
+                took_s = time.perf_counter() - begun
+                self.own_s += took_s
+                self.longest = max(self.longest, (took_s, method))
                 self.steps += method == "on_step"
                 if self.before is not None and not self.changed:
                     self.changed = next((name for name, value in _process().items() if value != self.before[name]), "")
@@ -241,7 +255,7 @@ class _Harsh(Scheduler):
 
     def schedule(self, step: Step) -> None:
         for request in [*step.running, *step.waiting]:
-            if request.client == "unwanted":
+            if request.client == "unwanted" or (request.client == "fickle" and request.preemptions and request in step.waiting):
                 step.reject(request, "unwanted")
             else:
                 step.grant(request, evict=reversed(step.running))

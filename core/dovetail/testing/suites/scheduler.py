@@ -29,6 +29,7 @@ from dovetail.testing.suites.scheduler_loads import (
     begun_without_memory,
     crowded,
     flooded,
+    held_back,
     pressed,
     streamed,
 )
@@ -125,6 +126,8 @@ class SchedulerSuite(Suite):
                 changed = [name for name, value in world.given[request].items() if getattr(request, name) != value]
                 require(not changed, f"{request!r} was given another {', '.join(changed)}")
 
+        scenario = pressed(overlap=True)  # where many are preempted
+        untouched(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(), 12, untouched)
 
     @check("scheduler.forgets", since="0.1")
@@ -141,6 +144,8 @@ class SchedulerSuite(Suite):
                 elif isinstance(value, str):
                     require(value not in ended, f"{path} holds the id {value!r} after its request's end")
 
+        for scenario in held_back():
+            forgotten(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(aborts=True), 25, forgotten)
 
     # Promises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dovetail.testing.suites.scheduler_world import Arrive, Scenario, Shape
+from dovetail.testing.suites.scheduler_world import Abort, Arrive, Run, Scenario, Shape
 
 
 def pressed(overlap: bool, *, reuse: bool = False) -> Scenario:
@@ -54,6 +54,12 @@ def begun_without_memory() -> tuple[Scenario, ...]:
     short = Arrive((3, 3), max_tokens=2, priority=2, delay=0.01, deadline=30.0)
     shape = Shape(num_blocks=16, max_tokens=8)
     return tuple(Scenario(replace(shape, overlap=overlap), (decode, prompt, short)) for overlap in (True, False))
+
+
+def held_back() -> tuple[Scenario, ...]:
+    """Samples that are aborted while the first one computes their prompt in chunks."""
+    acts = (Arrive((1,) * 24, n=3), Run(2), Abort(2), Run(1), Abort(1))
+    return tuple(Scenario(Shape(max_tokens=4, overlap=overlap), acts) for overlap in (True, False))
 
 
 BEFORE_VICTIM = 5  # requests

@@ -30,7 +30,8 @@ def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
 
 @st.composite
 def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
-    """Prompts often begin alike. `plain`: one sample. Objectives follow from the deadline: more draws would make less of the few examples."""
+    """Prompts often begin alike. `plain`: one sample. Objectives follow from the deadline, one of them without `tbt_s`: more draws would
+    make less of the few examples."""
     length = draw(st.integers(1, shape.max_model_len - 1))
     own = draw(st.integers(0, min(3, length)))
     return Arrive(
@@ -41,7 +42,7 @@ def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
         priority=draw(st.integers(-1, 2)),
         deadline=(deadline := draw(st.sampled_from([None, 0.01, 0.3, 100.0]))),
         ttft_deadline=None if deadline is None else deadline / 2,
-        tbt_s=None if deadline is None else deadline / 4,
+        tbt_s=None if deadline in (None, 0.3) else deadline / 4,
         predicted_tokens=draw(st.sampled_from([None, 1, 10])),
         n=1 if plain else draw(st.sampled_from([1, 1, 1, 2, 3])),
         stops_after=draw(st.sampled_from([None, None, 1, 4])),
