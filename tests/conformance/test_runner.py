@@ -72,6 +72,17 @@ def test_a_component_that_meddles_with_its_process_has_a_verdict(component: type
     assert verdict.expected >= verdict.passed > 5
 
 
+def test_an_error_whose_message_holds_the_time_is_one_finding() -> None:
+    (finding,) = run("observer", unruly.RaisesWithTheTime).findings
+    assert finding.also == ("observer.failed_run",)
+
+
+def test_a_call_that_blocks_is_mentioned() -> None:
+    verdict = run("observer", unruly.BlocksOnce)
+    assert verdict.conformant
+    assert any("a call of on_stopped took 0.2 s" in note for note in verdict.notes)
+
+
 def test_no_component_can_say_that_a_required_check_is_not_wanted() -> None:
     verdict = run("observer", unruly.SaysThatItIsAbsent)
     assert f"the check broke off: Absent: anything isn't declared ({unruly.__file__}:" in verdict.findings[0].message

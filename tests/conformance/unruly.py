@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from contextlib import suppress
 
-from dovetail.api.observer import EngineStopped, Observer
+from dovetail.api.observer import EngineStopped, Observer, RequestArrived
 from dovetail.testing.checks import Absent
 
 
@@ -32,6 +33,16 @@ class ExitsPolitely(Unruly):
 class Raises(Unruly):
     def misbehave(self) -> None:
         raise RuntimeError("on purpose")
+
+
+class RaisesWithTheTime(Observer):
+    def on_arrived(self, event: RequestArrived) -> None:
+        raise RuntimeError(f"on purpose, at {time.perf_counter()}")
+
+
+class BlocksOnce(Observer):
+    def on_stopped(self, event: EngineStopped) -> None:
+        time.sleep(0.2)
 
 
 class Wordless(Exception):
