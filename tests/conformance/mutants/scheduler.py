@@ -399,14 +399,14 @@ class CountsSamplesOfEachPrompt(Plain):
 @mutant(caught_by="scheduler.read_only")
 class RaisesThePriorityOfThePreempted(Plain):
     def on_preempted(self, request: Request) -> None:
-        request.priority -= 10  # type: ignore[misc]
+        request.priority -= 10
 
 
 @mutant(caught_by="scheduler.read_only")
 class GivesATokenTimeToWhoHasNone(Plain):
     def on_arrival(self, request: Request) -> None:
         if request.ttft_deadline is not None and request.tbt_s is None:
-            request.tbt_s = 1.0  # type: ignore[misc]
+            request.tbt_s = 1.0
 
 
 @mutant(caught_by="scheduler.forgets")
