@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from dovetail.api.grammar import GrammarContext, Matcher
+from dovetail.api.grammar import GrammarContext
+from dovetail.errors import DovetailError
+from dovetail_grammars.failing import Failing
 
 FORCED_AT_MOST = 16  # tokens found at once
 
 
-def forced_tokens(matcher: Matcher, context: GrammarContext) -> list[int]:
-    """Return the next tokens as long as only one is allowed. Advances the matcher and rolls it back."""
+def forced_tokens(matcher: Failing, context: GrammarContext) -> list[int]:
+    """Return the next tokens as long as only one is allowed. Advances the matcher and rolls it back, also from where it can't go on. Raises
+    `DovetailError` if that is here."""
     words = np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
     tokens: list[int] = []
     while len(tokens) < FORCED_AT_MOST:
-        matcher.fill(words)
+        try:
+            matcher.fill(words)
+        except DovetailError:
+            if not tokens:
+                raise
+            matcher.failure = None
+            break
         (places,) = words.nonzero()
         if len(places) != 1 or (word := int(words[places[0]])) & (word - 1):
             break

@@ -19,6 +19,7 @@ import numpy as np
 
 from dovetail.api.grammar import Grammar, GrammarContext, Matcher
 from dovetail.errors import DovetailError
+from dovetail_grammars.failing import Failing, may_fail, require_none_failed
 from dovetail_grammars.forced import forced_tokens
 from dovetail_grammars.llguidance_reasons import reason
 from dovetail_grammars.positions import Tracker
@@ -89,7 +90,11 @@ class _Side:
 
     def _move(self, first: Any) -> None:
         if first is not self.first:
-            self.first, self.inner, self.seen = first, first.deep_copy(), 0
+            self.first = first
+            self._start_again()
+
+    def _start_again(self) -> None:
+        self.inner, self.seen = self.first.deep_copy(), 0
 
     def go_home(self) -> bool:
         """Move to the first lane, before all tokens. Returns False if it is there already."""
@@ -104,7 +109,7 @@ class _Side:
             self.seen += 1
             return True
         if not self.go_home():  # one that has refused a token is of no more use
-            self.inner, self.seen = self.first.deep_copy(), 0
+            self._start_again()
         self.go_on()
         allowed = bool(self.inner.validate_tokens([token]))
         check(self.inner)
@@ -120,7 +125,9 @@ class _Side:
 
     def go_back(self, to: int) -> None:
         """Take back what comes after the first `to` tokens."""
-        if self.seen > to:
+        if self.inner is not None and self.inner.is_error():
+            self._start_again()
+        elif self.seen > to:
             self.inner.rollback(self.seen - to)
             check(self.inner)
             self.seen = to
@@ -137,7 +144,7 @@ class LLGrammar(Grammar):
         return LLMatcher(self)
 
 
-class LLMatcher(Matcher):
+class LLMatcher(Failing):
     """The library's matchers, without their own idea of the end: it takes any number of stop ids, and doesn't count them.
 
     In a string whose length alone is restrained, they are asked once: what may come there changes with the number of characters left only. They go
@@ -162,9 +169,11 @@ class LLMatcher(Matcher):
         """The one whose mask is wanted."""
         return self._whole if self.room is None else self._rest
 
+    @may_fail
     def fill(self, words: UInt32) -> None:
         self._fill([self], words.reshape(1, -1))
 
+    @may_fail
     def accept(self, token: int) -> bool:
         if not self.running or not 0 <= token < self._context.vocab_size:
             return False
@@ -226,6 +235,7 @@ class LLMatcher(Matcher):
             longest = self._positions[-1].longest
             self.room = None if longest is None else longest - self._counts[-1]
 
+    @may_fail
     def forced(self) -> Sequence[int]:
         if not self.running:
             return ()
@@ -234,6 +244,8 @@ class LLMatcher(Matcher):
 
     @property
     def complete(self) -> bool:
+        if self.failure is not None:
+            return False
         if not self.running or (self._tracker is not None and self._positions[-1].within):
             return not self.running
         self._whole.go_on()
@@ -257,7 +269,8 @@ class Fill:
         self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # its bits that belong to the vocabulary
 
     def __call__(self, matchers: Sequence[LLMatcher], words: UInt32) -> None:
-        """Write the mask of each to its line of words [m, ceil(vocab_size / 32)]."""
+        """Write the mask of each to its line of words [m, ceil(vocab_size / 32)]. Raises `DovetailError` if one has failed."""
+        require_none_failed(matchers)
         running = [(matcher, line) for line, matcher in enumerate(matchers) if matcher.running]
         if len(running) < len(matchers):
             words.fill(0)

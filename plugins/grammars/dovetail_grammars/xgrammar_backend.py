@@ -17,6 +17,7 @@ import xgrammar
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import DovetailError, RequestError, describe
+from dovetail_grammars.failing import Failing, may_fail, require_none_failed
 from dovetail_grammars.forced import forced_tokens
 from dovetail_grammars.lark import check_lark
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
@@ -57,6 +58,7 @@ class XGrammar(GrammarBackend):
             refuse(spec, _reason(error))
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        require_none_failed(cast("Sequence[_Matcher]", matchers))
         running = [(matcher, line) for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers)) if matcher.running]
         if len(running) < 2:
             super().fill_many(matchers, words)
@@ -159,7 +161,7 @@ class _Grammar(Grammar):
         return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._masks)
 
 
-class _Matcher(Matcher):
+class _Matcher(Failing):
     """The library's matcher; that a stop id was accepted is noted here, for it fills no mask after one."""
 
     def __init__(self, inner: Any, masks: _Masks) -> None:
@@ -168,6 +170,7 @@ class _Matcher(Matcher):
         self._accepted = 0  # tokens, with a stop id
         self.running = True  # no stop id was accepted
 
+    @may_fail
     def fill(self, words: UInt32) -> None:
         if not self.running:
             words.fill(0)
@@ -180,6 +183,7 @@ class _Matcher(Matcher):
         if not words.any() and not self.inner.is_completed():
             raise DovetailError("no token of the vocabulary can go on")
 
+    @may_fail
     def accept(self, token: int) -> bool:
         if not self.running or not 0 <= token < self._context.vocab_size:
             return False
@@ -201,6 +205,7 @@ class _Matcher(Matcher):
         if tokens:
             self.inner.rollback(tokens)
 
+    @may_fail
     def forced(self) -> Sequence[int]:
         return forced_tokens(self, self._context) if self.running else ()
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarCapabilities, GrammarContext, GrammarSpec, Matcher
-from dovetail.errors import RequestError
+from dovetail.errors import DovetailError, RequestError
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
@@ -60,6 +60,8 @@ class AcmeMatcher(Matcher):
             return set()
         rests = [choice[len(self.text) :] for choice in self.choices if choice.startswith(self.text)]
         ids = {id for rest in rests for text in beginnings(rest) for id in self.backend.ids.get(text, ())}
+        if not ids and b"" not in rests:
+            raise DovetailError(f"no token of the vocabulary can go on behind {self.text!r}")
         return ids | self.stop_ids if b"" in rests else ids
 
     def fill(self, words: NDArray[np.uint32]) -> None:
@@ -84,11 +86,12 @@ class AcmeMatcher(Matcher):
         return b"" if token in self.stop_ids else self.backend.context.token_bytes[token] or b""
 
     def forced(self) -> Sequence[int]:
+        self.allowed()
         return ()
 
     @property
     def complete(self) -> bool:
-        return not self.allowed() - self.stop_ids
+        return self.ended or all(choice == self.text for choice in self.choices if choice.startswith(self.text))
 
 
 def beginnings(text: bytes) -> Iterable[bytes]:

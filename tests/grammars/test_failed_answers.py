@@ -1,0 +1,55 @@
+"""An answer that can't go on fails in every call from then on, and alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
+from dovetail.errors import DovetailError
+from dovetail_grammars.options import GrammarOptions
+from tests.grammars.helpers import BACKENDS
+
+CONTEXT = GrammarContext([b"a", b"b", None], frozenset({2}), 3)  # without a token for "q"
+
+
+def begun(name: str, regex: str) -> tuple[Grammar, Matcher]:
+    grammar = BACKENDS[name](GrammarOptions(), CONTEXT).compile(GrammarSpec("regex", regex))
+    return grammar, grammar.begin()
+
+
+def mask(matcher: Matcher) -> int:
+    words = np.zeros(1, dtype=np.uint32)
+    matcher.fill(words)
+    return int(words[0])
+
+
+CALLS: dict[str, Callable[[Matcher], object]] = {
+    "fill": mask,
+    "accept": lambda matcher: matcher.accept(0),
+    "forced": lambda matcher: matcher.forced(),
+}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_raises_once_one_has_failed(name: str, call: str) -> None:
+    grammar, matcher = begun(name, "(a|b)q")
+    assert matcher.accept(0)
+    with pytest.raises(DovetailError):
+        mask(matcher)
+    for _ in range(2):
+        with pytest.raises(DovetailError, match=r"\w"):
+            CALLS[call](matcher)
+    assert not matcher.complete
+    assert mask(grammar.begin()) == 0b011
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_forced_tokens_end_where_none_fits_and_the_matcher_stays(name: str) -> None:
+    _, matcher = begun(name, "abq")
+    assert list(matcher.forced()) == [0, 1]
+    assert mask(matcher) == 0b001
+    assert matcher.accept(0)
