@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
-from dovetail.errors import RequestError
+from dovetail.errors import DovetailError, RequestError
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
 from tests.conformance.mutants import mutant
@@ -119,6 +120,24 @@ class _LongestOnly(Wrapped):
             self.change(words, {id: False for id, text in texts.items() if text != longest and longest.startswith(text)})
 
 
+@mutant(caught_by="grammar.mask")
+class TakesAStopIdForItsText(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            self.real.fill(words)
+            tokens, stops = list(self.context.token_bytes), self.context.stop_ids
+            may = [id for id in stops if (text := tokens[id]) is not None and tokens.index(text) != id and tokens.index(text) in self.allowed()]
+            self.change(words, dict.fromkeys(may, True))
+
+
+@mutant(caught_by="grammar.mask")
+class ComposesCharacters(Wrapping):
+    """Takes e and a combining accent for é, as far as choices go."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return super().compile(GrammarSpec(spec.kind, spec.text.replace(r"e\u0301", "é")))
+
+
 @mutant(caught_by="grammar.never_text")
 class AllowsEmptyTokens(Wrapping):
     class matcher(Wrapped):  # noqa: N801
@@ -191,6 +210,35 @@ class GoesOnBehindAStopId(Wrapping):
             return token in self.allowed() if token in self.context.stop_ids else self.real.accept(token)
 
 
+@mutant(caught_by="grammar.end")
+class ForcesAStopIdAgain(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def forced(self) -> Sequence[int]:
+            return self.real.forced() or ([min(self.context.stop_ids)] if self.context.stop_ids and not self.allowed() else [])
+
+
+class _OneSpare(Grammar):
+    def __init__(self, real: Grammar) -> None:
+        self.real = real
+        self.last: Matcher | None = None
+
+    def begin(self) -> Matcher:
+        if self.last is None or not self.last.complete:
+            self.last = self.real.begin()
+            return self.last
+        try:
+            while True:
+                self.last.rollback(1)
+        except ValueError:
+            return self.last
+
+
+@mutant(caught_by="grammar.end")
+class BeginsAgainWithOneThatHasEnded(LLGuidance):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return _OneSpare(super().compile(spec))
+
+
 @mutant(caught_by="grammar.complete")
 class IsCompleteWhereItMayEnd(Wrapping):
     class matcher(Wrapped):  # noqa: N801
@@ -224,6 +272,51 @@ class TakesBackWhatThereIs(Wrapping):
                     return
                 except ValueError:
                     tokens -= 1
+
+
+@mutant(caught_by="grammar.rollback")
+class KeepsTheLastMaskByLength(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        accepted = 0
+        length = -1  # at which the last mask was filled
+
+        def fill(self, words: UInt32) -> None:
+            if self.accepted != self.length:
+                self.length, self.last = self.accepted, words
+                self.real.fill(words)
+                self.last = words.copy()
+            words[:] = self.last
+
+        def accept(self, token: int) -> bool:
+            accepted = self.real.accept(token)
+            self.accepted += accepted
+            return accepted
+
+        def rollback(self, tokens: int) -> None:
+            self.real.rollback(tokens)
+            self.accepted -= tokens
+
+
+@mutant(caught_by="grammar.rollback")
+class CountsRefusedStopIds(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        refused = 0
+
+        def accept(self, token: int) -> bool:
+            accepted = self.real.accept(token)
+            self.refused = self.refused + 1 if not accepted and token in self.context.stop_ids else 0
+            return accepted
+
+        def rollback(self, tokens: int) -> None:
+            self.real.rollback(max(0, tokens - self.refused))
+
+
+@mutant(caught_by="grammar.forced")
+class ForcesTheOnlyStopId(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def forced(self) -> Sequence[int]:
+            allowed = self.allowed()
+            return allowed if len(allowed) == 1 else self.real.forced()
 
 
 @mutant(caught_by="grammar.forced")
@@ -262,6 +355,117 @@ class HasOneMatcherForAll(LLGuidance):
         return _OneMatcher(super().compile(spec))
 
 
+class _SlowlyBegun(Grammar):
+    def __init__(self, real: Grammar) -> None:
+        self.real = real
+
+    def begin(self) -> Matcher:
+        time.sleep(0.002)
+        return self.real.begin()
+
+
+@mutant(caught_by="grammar.begin")
+class CompilesWhenItBegins(LLGuidance):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return _SlowlyBegun(super().compile(spec))
+
+
+@mutant(caught_by="grammar.same_text")
+class KeepsGrammarsByText(LLGuidance):
+    def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:
+        super().__init__(options, context)
+        self.kept: dict[str, Grammar] = {}
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        if spec.text not in self.kept:
+            self.kept[spec.text] = super().compile(spec)
+        return self.kept[spec.text]
+
+
+@mutant(caught_by="grammar.failed")
+class AllowsNothingWhereNothingFits(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            try:
+                self.real.fill(words)
+            except DovetailError:
+                words.fill(0)
+
+
+@mutant(caught_by="grammar.failed")
+class RefusesOnceItHasFailed(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def accept(self, token: int) -> bool:
+            try:
+                return self.real.accept(token)
+            except DovetailError:
+                return False
+
+
+@mutant(caught_by="grammar.failed")
+class ForcesNothingOnceItHasFailed(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def forced(self) -> Sequence[int]:
+            try:
+                return self.real.forced()
+            except DovetailError:
+                return ()
+
+
+@mutant(caught_by="grammar.failed", error=IndexError)
+class FailsInItsOwnWords(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            try:
+                self.real.fill(words)
+            except DovetailError:
+                raise IndexError("no token") from None
+
+
+@mutant(caught_by="grammar.failed")
+class IsCompleteOnceItHasFailed(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        @property
+        def complete(self) -> bool:
+            try:
+                return self.real.complete or not self.allowed()
+            except DovetailError:
+                return True
+
+
+@mutant(caught_by="grammar.failed")
+class PassesOverAFailedOneAmongMany(Wrapping):
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        for matcher, line in zip(matchers, words, strict=True):
+            try:
+                matcher.fill(line)
+            except DovetailError:
+                line.fill(0)
+
+
+@mutant(caught_by="grammar.failed", error=DovetailError)
+class FailsTogether(LLGuidance):
+    """One answer's failure is its grammar's."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        class Together(Wrapped):
+            failure = ""
+
+            def fill(self, words: UInt32) -> None:
+                if Together.failure:
+                    raise DovetailError(Together.failure)
+                try:
+                    self.real.fill(words)
+                except DovetailError as error:
+                    Together.failure = str(error)
+                    raise
+
+        return WrappedGrammar(super().compile(spec), Together, self.context)
+
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        Wrapping.fill_many(self, matchers, words)  # type: ignore[arg-type]
+
+
 @mutant(caught_by="grammar.threads")
 class KeepsTheSpecThatItCompiles(LLGuidance):
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -288,6 +492,14 @@ class NeedsAStopId(LLGuidance):
     def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:
         self.stop_id = min(context.stop_ids)
         super().__init__(options, context)
+
+
+@mutant(caught_by="grammar.no_stop_ids")
+class WaitsForAStopIdThatIsNot(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        @property
+        def complete(self) -> bool:
+            return bool(self.context.stop_ids) and self.real.complete
 
 
 @mutant(caught_by="grammar.refuses")
@@ -331,6 +543,99 @@ class Respecified(LLGuidance):
 class CantCount(Respecified):
     def instead(self, spec: GrammarSpec) -> GrammarSpec:
         return GrammarSpec("regex", "a*cb*") if spec.kind == "grammar" else spec
+
+
+@mutant(caught_by="grammar.grammars")
+class StartsWithTheFirstRule(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec(spec.kind, re.sub(r"\broot\b", "other", spec.text).replace("pair", "root")) if "pair ::=" in spec.text else spec
+
+
+@mutant(caught_by="grammar.structural_tags")
+class GoesOnAfterTheFirst(Respecified):
+    """Stops only if the answer also begins with a structure."""
+
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        if spec.kind != "structural_tag" or "at_least_one" in spec.text or "separator" in spec.text:
+            return spec
+        return GrammarSpec(spec.kind, spec.text.replace('"stop_after_first": true', '"stop_after_first": false'))
+
+
+@mutant(caught_by="grammar.structural_tags")
+class KeepsStructuresByTheirBegin(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        if spec.kind != "structural_tag" or not isinstance(tag := json.loads(spec.text or "0"), dict) or "structures" not in tag:
+            return spec
+        tag["structures"] = [*{structure["begin"]: structure for structure in tag["structures"] if "begin" in structure}.values()]
+        return GrammarSpec(spec.kind, json.dumps(tag))
+
+
+@mutant(caught_by="grammar.regexes")
+class HasLineBreaksInAnyCharacter(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec(spec.kind, "(?s:.)") if spec == GrammarSpec("regex", ".") else spec
+
+
+@mutant(caught_by="grammar.regexes")
+class TakesTheFirstAlternative(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec(spec.kind, spec.text.replace("(a|ab)(", "a(")) if spec.kind == "regex" else spec
+
+
+@mutant(caught_by="grammar.regexes")
+class HasWordsInAllScripts(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec(spec.kind, r"[\wéä]") if spec == GrammarSpec("regex", r"\w") else spec
+
+
+class Reschemed(Respecified):
+    """Compiles another schema than it is given: each part may be another."""
+
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        return schema
+
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        if spec.kind != "json_schema" or not spec.text.endswith("}") or len(spec.text) > 1000:
+            return spec
+        return GrammarSpec(spec.kind, json.dumps(self._within(json.loads(spec.text), 0)))
+
+    def _within(self, value: Any, depth: int) -> Any:
+        if isinstance(value, list):
+            return [self._within(one, depth) for one in value]
+        return self.part({key: self._within(one, depth + 1) for key, one in value.items()}, depth) if isinstance(value, dict) else value
+
+
+@mutant(caught_by="grammar.keywords")
+class PassesOverKeywordsWithin(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        return {key: value for key, value in schema.items() if not (depth and key == "uniqueItems")}
+
+
+@mutant(caught_by="grammar.keywords")
+class PassesOverKeywordsOfDefinitions(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        definitions = {name: {key: v for key, v in one.items() if key != "not"} for name, one in schema.get("$defs", {}).items()}
+        return {**schema, "$defs": definitions} if definitions else schema
+
+
+@mutant(caught_by="grammar.keywords")
+class HasExclusiveBoundsThatMayCome(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        return {"maximum" if key == "exclusiveMaximum" else key: value for key, value in schema.items()}
+
+
+@mutant(caught_by="grammar.keywords")
+class RoundsBounds(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        return {key: round(value, 1) if key == "maximum" and isinstance(value, float) else value for key, value in schema.items()}
+
+
+@mutant(caught_by="grammar.keywords")
+class CountsAccentsWithTheirLetters(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        if "maxLength" not in schema or "minLength" in schema:
+            return schema
+        return {"type": "string", "pattern": f"^(.\u0301?){{0,{schema['maxLength']}}}$"}
 
 
 @mutant(caught_by="grammar.json_schema")

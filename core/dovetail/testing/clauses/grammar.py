@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+from dovetail.testing.clauses import TOLD, Marks, held
 
 CLAUSES: Marks = {
     "module": TOLD,
     "GrammarSpec": {
-        "a JSON Schema": held("json_schema"),
-        "A backend may allow less": held("json_schema", "white_space"),
-        "Any JSON object": held("json_object", "mask", "grammars"),
+        "a JSON Schema": held("json_schema", "keywords", but="of each keyword, a value at each side of its edge is tried"),
+        "A backend may allow less": held("json_schema", "keywords", "white_space"),
+        "Any JSON object": held("json_object", "mask", "grammars", "regexes"),
         "may have bytes": TOLD,
+        "one of the structures stand": held("mask", "structural_tags"),
+        "answer begins with a structure": held("structural_tags"),
+        "there is no free text": held("structural_tags"),
         "A rule that an answer must follow": TOLD,
         "*": held("mask"),
     },
@@ -21,7 +24,7 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "GrammarCapabilities": held("refuses", "rollback", "forced", "hygiene.capabilities"),
-    "Matcher": {"can't go on": unchecked("no library can be brought to its limit from outside in a way that all share"), "*": TOLD},
+    "Matcher": {"can't go on": held("failed", but="no library is brought to its limit: a vocabulary has no token that fits"), "*": TOLD},
     "Matcher.fill": {
         "Write the mask": held("words", "mask"),
         "An id may come": held("mask", "json_schema"),
@@ -31,19 +34,19 @@ CLAUSES: Marks = {
     },
     "Matcher.accept": held("accept", "end"),
     "Matcher.rollback": held("rollback"),
-    "Matcher.forced": held("forced"),
-    "Matcher.complete": held("complete"),
-    "Grammar": {"Requests and threads": held("separate", but="one grammar used by two threads at the same moment isn't tried"), "*": TOLD},
-    "Grammar.begin": {"Takes microseconds": unchecked("no suite judges times"), "*": held("mask", "separate")},
+    "Matcher.forced": held("forced", "end"),
+    "Matcher.complete": held("complete", "end", "no_stop_ids", "failed"),
+    "Grammar": {"Requests and threads": held("separate", "end", but="one grammar used by two threads at the same moment isn't tried"), "*": TOLD},
+    "Grammar.begin": {"Takes microseconds": held("begin", but="it fails from a millisecond on"), "*": held("mask", "separate")},
     "GrammarBackend": TOLD,
     "GrammarBackend.compile": {
         "Several threads": held("threads"),
-        "Raises `RequestError`": held("refuses"),
+        "Raises `RequestError`": held("refuses", "keywords", "structural_tags"),
         "Whatever a library": held("refuses"),
-        "*": TOLD,
+        "Compile `spec`": held("same_text"),
     },
     "GrammarBackend.fill_many": {
-        "Raises `DovetailError`": unchecked("a matcher that has failed can't be staged"),
+        "Raises `DovetailError`": held("failed"),
         "overrides it": TOLD,
         "*": held("fill_many"),
     },

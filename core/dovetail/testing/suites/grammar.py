@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -16,17 +18,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.api.grammar import SPEC_KINDS, Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
-from dovetail.errors import RequestError
+from dovetail.errors import DovetailError, RequestError
 from dovetail.testing.checks import Absent, check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.grammar_oracle import (
     BROKEN,
     CASES,
+    CHARACTERS,
+    CLASSES,
     CONTEXT,
+    KEYWORDS,
+    NESTS,
     NO_OBJECTS,
     OBJECTS,
+    REGEXES,
+    SAME_TEXT,
     SCHEMAS,
+    STRINGS,
     SYNTAXES,
+    TAGS,
     Case,
     ids_of,
     spellings,
@@ -41,6 +51,9 @@ STATES = 60  # of each case whose masks are compared
 STEPS = 12  # tokens of a random answer
 ANSWERS = 20  # random ones of each schema
 LONG = 400  # tokens of a random answer in JSON, at most
+FEW = 12  # states of each case that are compared with other vocabularies
+BEGINS = 20  # of which the fastest is judged
+BEGINS_WITHIN_S = 1e-3
 RUN = 100  # characters of white space in a row that no answer may have
 TRIVIAL: dict[SpecKind, str] = {  # a right spec of each kind
     "json_schema": "{}",
@@ -50,6 +63,13 @@ TRIVIAL: dict[SpecKind, str] = {  # a right spec of each kind
     "choice": '["a"]',
     "structural_tag": '{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}',
 }
+STUCK = (  # without a token for "q", they can't go on behind the last character before it
+    GrammarSpec("regex", "bq"),
+    GrammarSpec("choice", '["bq", "bqx"]'),
+    GrammarSpec("grammar", 'start: "b" "q"'),
+    GrammarSpec("grammar", 'root ::= "b" "q"'),
+    GrammarSpec("json_schema", '{"const": "bq"}'),
+)
 
 
 class GrammarSuite(Suite):
@@ -66,8 +86,7 @@ class GrammarSuite(Suite):
         """A mask has a token that can't go on towards any text of the language, or lacks one that can: also a token that splits a character, one that
         reaches over several parts of the grammar, another id of the same bytes. A stop id's bit is 1 just when the text is complete."""
         for case, matcher, text in self._places():
-            wanted, found = case.language.allowed(text), _allowed(matcher) - case.language.open
-            require(found == wanted, f"{case}, behind {text!r}: {_difference(found, wanted)}")
+            self._require_mask(case, matcher, text)
 
     @check("grammar.never_text", since="0.1")
     def test_what_is_no_text_never_comes(self) -> None:
@@ -117,15 +136,23 @@ class GrammarSuite(Suite):
 
     @check("grammar.end", since="0.1")
     def test_nothing_comes_behind_a_stop_id(self) -> None:
-        """A stop id isn't accepted where the text is complete; or behind one a token may still come, or `complete` is False."""
+        """A stop id isn't accepted where the text is complete; or behind one a token may still come or is forced, or `complete` is False; also when
+        another answer of the same grammar has begun since."""
         for case, matcher, text in self._places():
             if case.language.has(text):
                 stop = random.Random(len(text)).choice(sorted(CONTEXT.stop_ids))
                 require(matcher.accept(stop), f"{case}: {text!r} is complete, and the stop id {stop} isn't accepted")
-                require(not _allowed(matcher), f"{case}: behind the stop id {len(_allowed(matcher))} tokens may come")
-                require(matcher.complete, f"{case}: complete is False behind a stop id")
-                for token in (stop, 1, 2):
-                    require(not matcher.accept(token), f"{case}: behind the stop id {token} is accepted")
+                for other in (False, True):
+                    where = f"{case}: behind the stop id{', and the beginning of another answer' * other},"
+                    require(not _allowed(matcher), f"{where} {len(_allowed(matcher))} tokens may come")
+                    require(matcher.complete, f"{where} complete is False")
+                    require(not matcher.forced(), f"{where} {list(matcher.forced())} are forced")
+                    for token in (stop, 1, 2):
+                        require(not matcher.accept(token), f"{where} {token} is accepted")
+                    other_matcher = self._begin(case.spec)
+                    self._require_mask(case, other_matcher, b"")
+                    for token in sorted(_allowed(other_matcher))[:1]:
+                        other_matcher.accept(token)
 
     @check("grammar.complete", since="0.1")
     def test_complete_is_where_only_an_end_may_come(self) -> None:
@@ -136,26 +163,55 @@ class GrammarSuite(Suite):
 
     @check("grammar.rollback", since="0.1", capability="rollback")
     def test_tokens_can_be_taken_back(self) -> None:
-        """After `rollback` the masks aren't those that were there, a stop id can't be taken back, or more tokens than were accepted can."""
+        """After `rollback` the masks aren't those that were there, or those behind other tokens than were taken back are wrong; a stop id can't be
+        taken back, or one that was refused is counted; or more tokens than were accepted can."""
         for case in self._cases:
             chance, matcher = random.Random(1), self._begin(case.spec)
-            masks = [_mask(matcher)]
-            for _ in range(4):
+            masks, tokens = [_mask(matcher)], list[int]()
+            for turn in range(4):
                 for token in self._random_tokens(case.spec, matcher, chance):
+                    refused = [id for id in (*sorted(CONTEXT.stop_ids), CONTEXT.vocab_size) if not masks[-1][id // 32] >> id % 32 & 1]
+                    require(not any(map(matcher.accept, refused)), f"{case}: one of {refused} is accepted, which the mask forbids")
                     require(matcher.accept(token), f"{case}: {text_of(token)!r} isn't accepted, which the mask allows")
                     masks.append(_mask(matcher))
-                back = chance.randrange(len(masks))
+                    tokens.append(token)
+                at_once = turn % 2 == 1  # one token is replaced by another, without a mask between
+                back = min(1, len(tokens)) if at_once else chance.randrange(len(masks))
                 matcher.rollback(back)
-                masks = masks[: len(masks) - back]
-                require((_mask(matcher) == masks[-1]).all(), f"{case}: after taking {back} back, the mask isn't the one that was there")
+                masks, taken = masks[: len(masks) - back], tokens[len(tokens) - back :]
+                tokens = tokens[: len(tokens) - back]
+                there = at_once or (_mask(matcher) == masks[-1]).all()
+                require(there, f"{case}: after taking {back} back, the mask isn't the one that was there")
+                others = [token for token in sorted(_ids(masks[-1])) if [token] != taken[:1]]
+                for token in chance.sample(others, min(1, len(others))):
+                    require(matcher.accept(token), f"{case}: {text_of(token)!r} isn't accepted after taking {back} back, which the mask allows")
+                    masks.append(_mask(matcher))
+                    tokens.append(token)
+                    fresh = self._begin(case.spec)
+                    behind = all(map(fresh.accept, tokens)) and (masks[-1] == _mask(fresh)).all() and matcher.complete == fresh.complete
+                    require(behind, f"{case}: after taking {taken} back, and {token}, it isn't where those tokens lead: {tokens}")
             _require_value_error(partial(matcher.rollback, len(masks)), f"{case}: one token more than were accepted is taken back")
             matcher.rollback(len(masks) - 1)
             require((_mask(matcher) == masks[0]).all(), f"{case}: after taking all back, the first mask isn't there")
+        for case, matcher, text in self._places(FEW):
+            if case.language.has(text):
+                before, stop = (_mask(matcher), matcher.complete), min(CONTEXT.stop_ids)
+                require(matcher.accept(stop) and not matcher.accept(stop), f"{case}, behind {text!r}: a stop id isn't accepted once, and not again")
+                matcher.rollback(1)
+                there = (_mask(matcher) == before[0]).all() and matcher.complete == before[1]
+                require(there, f"{case}, behind {text!r}: after taking back a stop id, and not the second, which was refused, it isn't where it was")
 
     @check("grammar.forced", since="0.1", capability="forced")
     def test_forced_tokens_are_the_only_ones(self) -> None:
-        """`forced` names a token beside which another may come, or an end; or it moves the matcher; or it never finds any, though it is declared."""
+        """`forced` names a token beside which another may come, or an end (also if there is one stop id alone, or none); or it moves the matcher; or
+        it never finds any, though it is declared."""
         found = 0
+        for stops in (0, 1):
+            for case, matcher, text in self._places_with(vocabulary(stops=stops)):
+                if not case.language.allowed(text) - CONTEXT.stop_ids:
+                    require(
+                        not matcher.forced(), f"{case}, behind {text!r}, with {stops} stop ids: {list(matcher.forced())} are forced, and it's the end"
+                    )
         for case, matcher, text in self._places():
             before, forced = _mask(matcher), list(matcher.forced())
             require((_mask(matcher) == before).all(), f"{case}, behind {text!r}: forced() changed the mask")
@@ -177,6 +233,71 @@ class GrammarSuite(Suite):
                 one.accept(token)
                 require((_mask(grammar.begin()) == first).all(), f"{case}: the first mask of an answer depends on where another one is")
 
+    @check("grammar.begin", since="0.1")
+    def test_an_answer_begins_at_once(self) -> None:
+        """The fastest of some calls of `begin` took a millisecond and more. It is called while a step waits, for each sample of a request: what takes
+        time belongs into `compile`."""
+        for case in self._cases:
+            grammar, took = self._compiled(case.spec), list[float]()
+            for _ in range(BEGINS):
+                before = time.perf_counter()
+                grammar.begin()
+                took.append(time.perf_counter() - before)
+            require(
+                min(took) < BEGINS_WITHIN_S, f"{case}: the fastest of {BEGINS} calls of begin took {1e3 * min(took):.1f} ms; it takes microseconds"
+            )
+
+    @check("grammar.same_text", since="0.1")
+    def test_a_text_of_another_kind_is_another_spec(self) -> None:
+        """Two specs of the same text, one of them a regular expression, have the same first mask: what is compiled must be kept by kind and text."""
+        backend = self._backend_of(CONTEXT)
+        for text, kinds in SAME_TEXT:
+            if all(map(self.declares, kinds)):
+                one, other = (_allowed(backend.compile(GrammarSpec(kind, text)).begin()) for kind in kinds)
+                require(one != other, f"{text!r} as {kinds[0]} and, compiled later, as {kinds[1]} have the same first mask")
+
+    @check("grammar.failed", since="0.1")
+    def test_an_answer_that_cant_go_on_fails_for_good_and_alone(self) -> None:
+        """No token of the vocabulary could go on, and the text wasn't complete, but `fill` didn't raise `DovetailError` with a reason; or `fill`,
+        `accept` or `forced` didn't, after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or
+        `forced` failed before that place; or others, also of the same grammar, were disturbed."""
+        context = vocabulary(without=b"q")
+        backend, specs = self._backend_of(context), [spec for spec in STUCK if self.declares(spec.kind)]
+        for spec in specs:
+            try:
+                grammar = backend.compile(spec)
+                neighbour = grammar.begin()
+                first = _mask(neighbour, context)
+            except DovetailError:
+                if spec.kind == "grammar":
+                    continue  # in the other syntax
+                raise
+            forced = list(neighbour.forced())
+            require((_mask(neighbour, context) == first).all(), f"{spec}: forced() gives {forced} before where it can't go on, and changes the mask")
+            for order in (("fill", "accept", "forced"), ("forced", "fill", "accept"), ("accept", "forced", "fill")):
+                matcher = grammar.begin()
+                for token in ids_of('"b' if spec.kind == "json_schema" else "b"):
+                    require(matcher.accept(token), f"{spec}: {text_of(token)!r} isn't accepted, which the mask allows")
+                require(not matcher.complete, f"{spec}: complete is True where the text isn't, since no token fits")
+                calls = {
+                    "fill": partial(matcher.fill, _empty(context)),
+                    "accept": partial(matcher.accept, ids_of("b")[0]),
+                    "forced": matcher.forced,
+                }
+                failed = ""
+                for name in (*order, *order):
+                    reason = _reason(calls[name])
+                    must = failed or name == "fill"
+                    require(reason or not must, f"{spec}: where no token fits, {name} doesn't raise DovetailError with a reason{failed}")
+                    failed = failed or (f", though {name} had" if reason else "")
+                require(not matcher.complete, f"{spec}: complete is True, though it failed")
+                for some in ((neighbour, matcher), (matcher, neighbour)):
+                    words = np.zeros((2, len(first)), dtype=np.uint32)
+                    require(_reason(partial(backend.fill_many, some, words)), f"{spec}: fill_many with one that failed doesn't raise DovetailError")
+                    require(_reason(calls["fill"]), f"{spec}: fill doesn't raise any more after fill_many")
+                for other in (neighbour, grammar.begin()):
+                    require((_mask(other, context) == first).all(), f"{spec}: after one has failed, the mask of another of the same grammar changed")
+
     @check("grammar.threads", since="0.1")
     def test_several_threads_compile_at_once(self) -> None:
         """Of grammars that several threads compiled at the same time, one raised, or its masks are another's: state of a compilation belongs to it
@@ -195,26 +316,35 @@ class GrammarSuite(Suite):
     @check("grammar.fill_many", since="0.1")
     def test_many_masks_at_once_are_the_same(self) -> None:
         """`fill_many` writes other masks than `fill`, or into other lines: also when one of the answers has ended, and when there is just one."""
-        matchers = [matcher for _, matcher, _ in self._places(8)]
+        places = {id(matcher): (case, matcher, text) for case, matcher, text in self._places(8)}
+        matchers = [matcher for _, matcher, _ in places.values()]
         ended = [matcher for matcher in matchers if matcher.accept(min(CONTEXT.stop_ids))]
         require(ended, "the suite's places have none where an answer may end")
         for some in (matchers, matchers[:1], ended[:1], ended[:2], [*matchers[::-1]]):
             words = ~np.zeros((len(some), len(_empty(CONTEXT))), dtype=np.uint32)
             self._backend.fill_many(some, words)
             for line, (matcher, mask) in enumerate(zip(some, words, strict=True)):
-                require((mask == _mask(matcher)).all(), f"of {len(some)} masks at once, number {line} isn't the one that fill writes")
+                case, _, text = places[id(matcher)]
+                where = f"{case}, behind {text!r}{' and a stop id' * (matcher in ended)}: number {line} of {len(some)} masks at once"
+                found, wanted = _ids(mask), _allowed(matcher)
+                require(found == wanted, f"{where} isn't the one that fill writes: {_difference(found, wanted)}")
 
     @check("grammar.no_stop_ids", since="0.1")
     def test_a_model_may_have_no_stop_id(self) -> None:
-        """Without stop ids in the context, the backend can't be made, or a mask has another token than with them."""
+        """Without stop ids in the context, the backend can't be made, or a mask has another token than with them, or `complete` is another, or tokens
+        can't be taken back."""
         context = vocabulary(stops=0, padding=5)
-        spec = self._some_spec()
-        with_stops, without = self._begin(spec), self._backend_of(context).compile(spec).begin()
-        for token in self._random_tokens(spec):
-            found = _allowed(without, context)
-            require(found == _allowed(with_stops) - CONTEXT.stop_ids, f"without stop ids {len(found)} tokens may come")
-            without.accept(token)
-            with_stops.accept(token)
+        for case, matcher, text in self._places_with(context):
+            where = f"{case}, behind {text!r}, without stop ids"
+            wanted, found = case.language.allowed(text) - CONTEXT.stop_ids, _allowed(matcher, context) - case.language.open
+            require(found == wanted, f"{where}: {_difference(found, wanted)}")
+            require(matcher.complete == (not wanted), f"{where}: complete is {matcher.complete}")
+            for id in range(CONTEXT.vocab_size - len(CONTEXT.stop_ids), context.vocab_size + 2):
+                require(not matcher.accept(id), f"{where}: {id} is accepted, which is no token")
+            if text and self.declares("rollback"):
+                matcher.rollback(len(text))
+                wanted, found = case.language.allowed(b"") - CONTEXT.stop_ids, _allowed(matcher, context) - case.language.open
+                require(found == wanted, f"{where}, and after taking all back: {_difference(found, wanted)}")
 
     @check("grammar.refuses", since="0.1")
     def test_what_it_cant_do_it_refuses(self) -> None:
@@ -233,14 +363,48 @@ class GrammarSuite(Suite):
 
     @check("grammar.grammars", since="0.1", capability="grammar")
     def test_grammars_are_context_free(self) -> None:
-        """Neither the syntax of Lark nor that of GBNF is compiled, or a grammar that counts (as many "a" as "b") allows something else."""
-        compiled = {name: case for name, case in SYNTAXES.items() if self._compiles(case.spec)}
+        """Neither the syntax of Lark nor that of GBNF is compiled, or a grammar that counts (as many "a" as "b") allows something else, also where
+        the rule that it starts with isn't the first."""
+        compiled = {name: cases for name, cases in SYNTAXES.items() if self._compiles(cases[0].spec)}
         require(compiled, "neither Lark nor GBNF is compiled")
-        for case in compiled.values():
+        for case in (case for cases in compiled.values() for case in cases):
             for _, matcher, text in self._places_of(case):
-                wanted, found = case.language.allowed(text), _allowed(matcher)
-                require(found == wanted, f"{case}, behind {text!r}: {_difference(found, wanted)}")
+                self._require_mask(case, matcher, text)
         self.note(f"grammars in the syntax of {' and '.join(compiled)}")
+
+    @check("grammar.structural_tags", since="0.1", capability="structural_tag")
+    def test_structural_tags_follow_their_flags(self) -> None:
+        """With `at_least_one`, `stop_after_first`, a `separator`, or two structures that begin with the same text, a mask has another token than may
+        come. Whoever can't do one of them refuses it."""
+        for case in (*self._cases, *(case for case in TAGS if self._compiles(case.spec))):
+            for text in case.language.examples():
+                self._require_mask(case, self._at(case.spec, text), text)
+
+    @check("grammar.regexes", since="0.1", capability="regex")
+    def test_regular_expressions_are_those_of_python(self) -> None:
+        """A regular expression takes a text that `re.fullmatch` with the flag ASCII doesn't, or the other way round: look at classes, alternatives of
+        which one begins the other, repetitions, flags, and characters of several bytes. What can't be followed is refused."""
+        for pattern in (*CLASSES, *REGEXES):
+            spec = GrammarSpec("regex", pattern)
+            if self._compiles(spec):
+                for text in (*STRINGS, *CHARACTERS * (pattern in CLASSES)):
+                    matches = re.fullmatch(pattern, text, re.ASCII) is not None
+                    require(self._takes(spec, text) == matches, f"{pattern!r} takes {text!r}: {not matches}; for Python's re, it's {matches}")
+
+    @check("grammar.keywords", since="0.1", capability="json_schema")
+    def test_each_keyword_is_followed_or_refused_wherever_it_stands(self) -> None:
+        """A keyword of JSON Schema was compiled, perhaps within another schema, and a value that it forbids can be written, or one right at its edge
+        can't. Lengths count code points, whatever their bytes. What can't be done is refused, at any depth."""
+        for known in KEYWORDS:
+            for place, (nested, around) in NESTS.items():
+                spec = GrammarSpec("json_schema", json.dumps(nested(known.schema)))
+                if self._compiles(spec):
+                    for value in known.right:
+                        require(self._can_write(spec, around(value)), f"{spec.text}, with the keyword in {place}: {around(value)!r} can't be written")
+                    for value in known.wrong:
+                        require(
+                            not self._can_write(spec, around(value)), f"{spec.text}, with the keyword in {place}: {around(value)!r} can be written"
+                        )
 
     @check("grammar.json_schema", since="0.1", capability="json_schema")
     def test_json_follows_its_schema(self) -> None:
@@ -319,7 +483,7 @@ class GrammarSuite(Suite):
     def _cases(self) -> Sequence[Case]:
         """The cases of the kinds that are declared."""
         cases = [case for case in CASES if self.declares(case.spec.kind)]
-        cases += [case for case in SYNTAXES.values() if self.declares("grammar") and self._compiles(case.spec)]
+        cases += [case for case, *_ in SYNTAXES.values() if self.declares("grammar") and self._compiles(case.spec)]
         if not cases:
             raise Absent("regex")
         return cases
@@ -337,6 +501,17 @@ class GrammarSuite(Suite):
         """Yield each case with matchers at some places, and the text before."""
         for case in self._cases:
             yield from self._places_of(case, states)
+
+    def _places_with(self, context: GrammarContext) -> Iterator[tuple[Case, Matcher, bytes]]:
+        """Yield matchers for another vocabulary, which differs from `CONTEXT` in stop ids alone."""
+        backend = self._backend_of(context)
+        for case in self._cases:
+            grammar = backend.compile(case.spec)
+            for _, _, text in self._places_of(case, FEW):
+                matcher = grammar.begin()
+                for token in ids_of(text):
+                    require(matcher.accept(token), f"{case}, with {len(context.stop_ids)} stop ids: {text!r} can't be written byte by byte")
+                yield case, matcher, text
 
     def _places_of(self, case: Case, states: int = STATES) -> Iterator[tuple[Case, Matcher, bytes]]:
         """Yield matchers at places of which the oracle knows all: those that few tokens lead to first, then some at random."""
@@ -363,6 +538,10 @@ class GrammarSuite(Suite):
             if own:
                 at.accept(token)
             yield token
+
+    def _require_mask(self, case: Case, matcher: Matcher, text: bytes) -> None:
+        wanted, found = case.language.allowed(text), _allowed(matcher) - case.language.open
+        require(found == wanted, f"{case}, behind {text!r}: {_difference(found, wanted)}")
 
     def _can_write(self, spec: GrammarSpec, value: Any) -> bool:
         return any(self._takes(spec, text) for text in spellings(value))
@@ -413,7 +592,11 @@ def _mask(matcher: Matcher, context: GrammarContext = CONTEXT) -> UInt32:
 
 def _allowed(matcher: Matcher, context: GrammarContext = CONTEXT) -> set[int]:
     """Return the ids whose bits are 1."""
-    return set(np.flatnonzero(np.unpackbits(_mask(matcher, context).view(np.uint8), bitorder="little")).tolist())
+    return _ids(_mask(matcher, context))
+
+
+def _ids(words: UInt32) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
 def _difference(found: set[int], wanted: set[int]) -> str:
@@ -427,3 +610,12 @@ def _require_value_error(call: Callable[[], object], otherwise: str) -> None:
     except ValueError:
         return
     fail(otherwise)
+
+
+def _reason(call: Callable[[], object]) -> str:
+    """Return the text of the `DovetailError` that the call raises; nothing if it raises none."""
+    try:
+        call()
+    except DovetailError as error:
+        return str(error).strip()
+    return ""

@@ -9,28 +9,30 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
 
 PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)] + [b"\n", b"\t"]
-PARTS = [bytes([byte]) for byte in sorted(set("éä€😀".encode()))]  # bytes of characters that have several
+PARTS = [bytes([byte]) for byte in sorted(set("éÉä€😀\u0301".encode()))]  # bytes of characters that have several
 PIECES = [
     *(b"ab", b"abc", b"bc", b"bd", b"aa", b"cd", b"  ", b'{"', b'":', b'"a":', b"},", b"true", b"<f", b"<fg>2;", b"1</f", b"f>1", b"\n\t"),
     *("é".encode(), "€x".encode(), b"\xa9x", b"\x82\xac", b"x\xc3"),
 ]
 TWICE = [b"a", b"ab", "é".encode()]  # another id of the same text
-STOP_TEXT = b"</f>"  # of the second stop id, which is no text for all that
+STOP_TEXTS = [None, b"</f>", b"a"]  # of the stop ids, which are no text for all that
 
 
-def vocabulary(*, stops: int = 2, padding: int = 3) -> GrammarContext:
-    """Return a vocabulary with tokens that are never text: two empty ones, some without bytes, and the stop ids."""
+def vocabulary(*, stops: int = 3, padding: int = 3, without: bytes | None = None) -> GrammarContext:
+    """Return a vocabulary with tokens that are never text: two empty ones, some without bytes, and the stop ids. Apart from these, and from the
+    token `without`, all vocabularies have the same."""
     tokens: list[bytes | None] = [None, *PRINTABLE, b"", *PARTS, *PIECES, *TWICE, b""]
+    tokens = [None if text == without else text for text in tokens]
     first = len(tokens)
-    tokens += [None, STOP_TEXT][:stops] + [None] * padding
+    tokens += STOP_TEXTS[:stops] + [None] * padding
     return GrammarContext(tokens, frozenset(range(first, first + stops)), len(tokens))
 
 
@@ -65,6 +67,10 @@ class Language(ABC):
         """True if `allowed` can be told of this text."""
         return True
 
+    def examples(self) -> Sequence[bytes]:
+        """Return beginnings of texts to which few ways at random lead."""
+        return ()
+
     def allowed(self, text: bytes) -> set[int]:
         """Return the ids that may come behind `text`."""
         ids = {id for id in range(CONTEXT.vocab_size) if text_of(id) and self.begins(text + text_of(id))}
@@ -92,32 +98,51 @@ class Listed(Language):
 
 
 class Tagged(Language):
-    """Free text with structures at triggers: `bodies` are the structures, each one text. It is ASCII: whether other bytes may come, and in which
-    order, isn't told."""
+    """Structures, each one of `bodies`: at triggers in free text, or alone with a `separator` between them. It is ASCII: whether other bytes may
+    come, and in which order, isn't told."""
 
     open = frozenset(id for id in range(CONTEXT.vocab_size) if not text_of(id).isascii())
 
-    def __init__(self, trigger: str, bodies: Iterable[str]) -> None:
+    def __init__(self, trigger: str, bodies: Iterable[str], *, at_least_one: bool, stop_after_first: bool, separator: str | None) -> None:
         self.trigger, self.bodies = trigger.encode(), [body.encode() for body in bodies]
+        self.at_least_one, self.stop_after_first = at_least_one, stop_after_first
+        self.separator = None if separator is None else separator.encode()
+
+    def examples(self) -> Sequence[bytes]:
+        """Return those of texts with two structures."""
+        between = {b"", b"x", self.separator or b""}
+        texts = {before + one + glue + two for before in (b"", b"x") for glue in between for one, two in permutations(self.bodies, 2)}
+        return sorted({text[:end] for text in texts for end in range(len(text) + 1) if self.begins(text[:end])})
 
     def has(self, text: bytes) -> bool:
-        return self._open(text) is None
+        return self._read(text)[0]
 
     def begins(self, text: bytes) -> bool:
-        if not text.isascii():
-            return False
-        unfinished = self._open(text)
-        return unfinished is None or any(body.startswith(unfinished) for body in self.bodies)
+        return text.isascii() and self._read(text)[1]
 
-    def _open(self, text: bytes) -> bytes | None:
-        """Return the structure that isn't finished, which may also be a wrong one; None if there is only free text after the last."""
-        while (start := text.find(self.trigger)) >= 0:
-            text = text[start:]
+    def _read(self, text: bytes) -> tuple[bool, bool]:
+        """Return whether `text` is a whole answer, and whether it is the beginning of one."""
+        if not text and self.separator is not None:
+            return not self.at_least_one, True
+        first, alone = True, self.at_least_one or self.separator is not None
+        while True:
+            if not first and self.stop_after_first:
+                return not text, not text
+            if not first and self.separator is not None:
+                if len(text) < len(self.separator):
+                    return not text, self.separator.startswith(text)
+                if not text.startswith(self.separator):
+                    return False, False
+                text = text[len(self.separator) :]
+            elif not (first and alone):
+                start = text.find(self.trigger)
+                if start < 0:
+                    return True, True
+                text = text[start:]
             body = next((body for body in self.bodies if text.startswith(body)), None)
             if body is None:
-                return text
-            text = text[len(body) :]
-        return None
+                return False, any(body.startswith(text) for body in self.bodies)
+            text, first = text[len(body) :], False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +172,20 @@ def _nested(grammar: str) -> Case:
     return Case(GrammarSpec("grammar", grammar), Listed((f"{'a' * n}c{'b' * n}" for n in range(12)), 11))
 
 
-def _tags(trigger: str, *structures: tuple[str, int, str]) -> Case:
+def _tags(
+    trigger: str, *structures: tuple[str, int, str], at_least_one: bool = False, stop_after_first: bool = False, separator: str | None = None
+) -> Case:
     """Structures of a constant between two texts."""
-    spec = {"structures": [{"begin": begin, "schema": {"const": n}, "end": end} for begin, n, end in structures], "triggers": [trigger]}
-    return Case(GrammarSpec("structural_tag", json.dumps(spec)), Tagged(trigger, [f"{begin}{n}{end}" for begin, n, end in structures]))
+    spec: dict[str, Any] = {
+        "structures": [{"begin": begin, "schema": {"const": n}, "end": end} for begin, n, end in structures],
+        "triggers": [trigger],
+    }
+    spec |= {"at_least_one": True} if at_least_one else {}
+    spec |= {"stop_after_first": True} if stop_after_first else {}
+    spec |= {} if separator is None else {"separator": separator}
+    bodies = [f"{begin}{n}{end}" for begin, n, end in structures]
+    language = Tagged(trigger, bodies, at_least_one=at_least_one, stop_after_first=stop_after_first, separator=separator)
+    return Case(GrammarSpec("structural_tag", json.dumps(spec)), language)
 
 
 WORDS = [chr(code) for code in range(128) if chr(code).isalnum() or code == ord("_")]
@@ -163,13 +198,58 @@ CASES = (
     _regex("(é|ä|[€x])*x?", "éä€x", 7),
     Case(GrammarSpec("regex", r"\d-\w"), Listed(f"{digit}-{word}" for digit in range(10) for word in WORDS)),
     _choice("a", "ab", "abc", "b", "bd", "abcx"),
-    _choice("true", "tr\n\t", '"a":', "\\", "{}", "", "é", "€x", "x😀"),
+    _choice("true", "tr\n\t", '"a":', "\\", "{}", "", "é", "€x", "x😀", "e\u0301", "x</f>"),
     _tags("<f", ("<f>", 1, "</f>"), ("<fg>", 2, ";")),
 )
-SYNTAXES: Mapping[str, Case] = {  # of the same language; a backend reads one at least
-    "Lark": _nested('start: "a" start "b" | "c"'),
-    "GBNF": _nested('root ::= "a" root "b" | "c"'),
+SYNTAXES: Mapping[str, tuple[Case, ...]] = {  # of the same language; a backend reads one at least. The first rule isn't always where it starts
+    "Lark": (_nested('start: "a" start "b" | "c"'), _nested('pair: "a" start "b"\nstart: pair | "c"')),
+    "GBNF": (_nested('root ::= "a" root "b" | "c"'), _nested('pair ::= "a" root "b"\nroot ::= pair | "c"')),
 }
+_TWO = (("<f>", 1, "</f>"), ("<f>", 2, ";"))
+TAGS = (  # a backend may refuse some
+    _tags("<f", *_TWO),
+    _tags("<f", *_TWO, stop_after_first=True),
+    _tags("<f", *_TWO, at_least_one=True),
+    _tags("<f", *_TWO, at_least_one=True, stop_after_first=True),
+    _tags("<f", *_TWO, separator="\n"),
+    _tags("<f", *_TWO, at_least_one=True, separator="ab"),
+    _tags("<f", *_TWO, stop_after_first=True, separator=" "),
+)
+CLASSES = (
+    *(".", r"(?s:.)", r"\s", r"\S", r"\d", r"\D", r"\w", r"\W", "[^a-c]", "[a-c^-]", r"[\]\\a]", r"[^\s\w]", r"[\d.x-z]", "[é-ö]", "(?i:[b-dÉ])"),
+)
+REGEXES = (
+    *(
+        "a|ab",
+        "(a|ab)(c|bcd)?",
+        "(?:a|b|)c",
+        "|a",
+        "(ab|a)*b",
+        "a{2}",
+        "a{,2}",
+        "a{2,}",
+        "(ab?){2,3}",
+        "a{0}b",
+        "x*?y",
+        "(a*)*b",
+        "e\u0301?",
+        "é",
+        ".{2}",
+    ),
+    *(r"\.\*", r"\x61\t", r"\n?", "^a$", "(^a|b)c", "a-b", "</f>", "(?P<n>a)b", "(?x: a b )", "(?i)aB"),
+)
+STRINGS = (
+    *("", "a", "b", "ab", "aab", "abab", "ababab", "abc", "abcd", "ac", "bc", "aa", "aaa", "e\u0301", "é", "É", "ä", "€", "😀", "éx", "aB", "AB"),
+    *(" a b ", ".*", "xy", "xxy", "y", "a\t", "a-b", "</f>", "a</f>", "\n", "\n\n"),
+)
+CHARACTERS = (*(text.decode() for text in PRINTABLE), "é", "É", "€", "😀")
+SAME_TEXT: Sequence[tuple[str, tuple[SpecKind, SpecKind]]] = (  # texts that mean something else in another kind
+    ('["a"]', ("choice", "regex")),
+    ("true", ("json_schema", "regex")),
+    ('start: "a"', ("grammar", "regex")),
+    ("", ("json_object", "regex")),
+    ('["a"]', ("regex", "choice")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +294,58 @@ SCHEMAS = (
         and all(isinstance(other, bool) for key, other in value.items() if key != "s"),
     ),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """A schema of one keyword, with values at both sides of its edge."""
+
+    schema: dict[str, Any]
+    right: tuple[Any, ...]
+    wrong: tuple[Any, ...]
+
+
+KEYWORDS = (  # a backend refuses them, or follows them
+    Keyword({"type": "integer", "minimum": -3, "maximum": 12}, (-3, 0, 12), (-4, 13, 1.5, 20)),
+    Keyword({"type": "integer", "exclusiveMinimum": -1, "exclusiveMaximum": 11}, (0, 10), (-1, 11)),
+    Keyword({"type": "number", "minimum": 0.5, "maximum": 1.25}, (0.5, 1, 1.25), (0.49, 0, 1.26, 1.251)),
+    Keyword({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 2.5}, (0.1, 2.4), (0, 0.0, 2.5, -0.1)),
+    Keyword({"type": "integer", "multipleOf": 3}, (), (4, 1)),
+    Keyword({"type": "string", "minLength": 2, "maxLength": 3}, ("ab", "abc", "e\u0301x"), ("", "a", "é", "😀", "abcd", "e\u0301xx")),
+    Keyword({"type": "string", "minLength": 2}, ("ab", "e\u0301"), ("", "é", "😀")),
+    Keyword({"type": "string", "maxLength": 1}, ("", "é", "😀"), ("ab", "e\u0301")),
+    Keyword({"type": "string", "pattern": "b"}, ("b",), ("", "a", "ac")),
+    Keyword({"type": "string", "pattern": "^(a|bc)$"}, ("a", "bc"), ("abc", "b", "ac")),
+    Keyword({"type": "string", "format": "date"}, ("2024-02-29",), ("x", "2024-13-01", "20240101")),
+    Keyword({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}, ([True], [True, False]), ([], [True] * 3, [1])),
+    Keyword({"type": "array", "prefixItems": [{"type": "boolean"}], "items": False}, ([True],), ([1], [True, True])),
+    Keyword({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, (), ([1, 1],)),
+    Keyword({"type": "array", "contains": {"const": 1}}, (), ([2], [])),
+    Keyword({"type": "object", "minProperties": 1}, (), ({},)),
+    Keyword({"type": "object", "maxProperties": 1}, (), ({"a": 1, "b": 1},)),
+    Keyword({"type": "object", "propertyNames": {"pattern": "^a$"}}, (), ({"b": 1},)),
+    Keyword({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, (), ({"a": "x"},)),
+    Keyword({"type": "object", "dependentRequired": {"a": ["b"]}}, (), ({"a": 1},)),
+    Keyword({"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": False}, (), ({"b": 1},)),
+    Keyword({"type": "integer", "not": {"const": 3}}, (), (3,)),
+    Keyword({"if": {"type": "integer"}, "then": {"minimum": 5}}, (), (1,)),
+    Keyword({"oneOf": [{"const": 1}, {"type": "integer"}]}, (), (1,)),
+    Keyword({"allOf": [{"type": "integer"}, {"minimum": 5}]}, (), (4, "a")),
+    Keyword({"enum": [1, "a", None]}, (1, "a", None), (2, "b", True)),
+    Keyword({"type": ["integer", "null"]}, (1, None), ("a", True)),
+)
+NESTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # a schema around another, and the value around one that follows that
+    "alone": (lambda schema: schema, lambda value: value),
+    "a property": (
+        lambda schema: {"type": "object", "properties": {"k": schema}, "required": ["k"], "additionalProperties": False},
+        lambda value: {"k": value},
+    ),
+    "an item": (lambda schema: {"type": "array", "items": schema}, lambda value: [value]),
+    "the first item": (lambda schema: {"type": "array", "prefixItems": [schema], "items": False}, lambda value: [value]),
+    "a further property": (lambda schema: {"type": "object", "additionalProperties": schema}, lambda value: {"z": value}),
+    "an alternative": (lambda schema: {"anyOf": [{"const": {"n": 0}}, schema]}, lambda value: value),
+    "a definition": (lambda schema: {"$ref": "#/$defs/d", "$defs": {"d": schema}}, lambda value: value),
+}
 OBJECTS: tuple[Any, ...] = ({}, {"a": 1}, {"a": [1, -2.5, "x", None, True, {}], "b": {"c": {"d": []}}})
 NO_OBJECTS: tuple[Any, ...] = ([], 1, "a", True, None)
 
