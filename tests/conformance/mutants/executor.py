@@ -650,6 +650,53 @@ class MasksTheFirstRows(FakeExecutor):
         super().sample(handle, Masks(yielding.astype(np.int32), masks.words))
 
 
+@mutant(caught_by="executor.masks")
+class ReadsTheMemoryThatItGave(FakeExecutor):
+    def mask_words(self, count: int, width: int) -> NDArray[np.uint32]:
+        self.given = super().mask_words(count, width)
+        return self.given
+
+    def sample(self, handle: int, masks: Masks) -> None:
+        super().sample(handle, Masks(masks.indices, self.given[: len(masks.indices)]) if len(masks.indices) else masks)
+
+
+@mutant(caught_by="executor.masks")
+class KeepsTheMaskOfARow(FakeExecutor):
+    """Until the row has another."""
+
+    def sample(self, handle: int, masks: Masks) -> None:
+        _, rows, yields_token = self._unsampled or (0, [], [])
+        words = {index: row.kept for index, row in enumerate(rows) if yields_token[index] and hasattr(row, "kept")}
+        for index, line in zip(masks.indices.tolist(), masks.words, strict=True):
+            words[index] = rows[index].kept = line.copy()  # type: ignore[attr-defined]
+        lines = [words[index] for index in sorted(words)]
+        super().sample(handle, Masks(np.array(sorted(words), np.int32), np.array(lines, np.uint32)) if words else masks)
+
+
+@mutant(caught_by="executor.masked_draws")
+class SamplesTheFirstThatIsAllowed(LocalExecutor):
+    def sample(self, handle: PendingStep, masks: Masks) -> None:
+        for line in masks.words:
+            (word, *_) = np.flatnonzero(line)
+            lowest = int(line[word]) & -int(line[word])
+            line[:] = 0
+            line[word] = lowest
+        super().sample(handle, masks)
+
+
+@mutant(caught_by="executor.times")
+class TellsNoTimesOfLateSteps(FakeExecutor):
+    late = False
+
+    def submit(self, batch: Batch) -> int:
+        self.late = batch.late
+        return super().submit(batch)
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, started=0.0, ended=0.0) if self.late else result
+
+
 @mutant(caught_by="executor.late_overlap")
 class ForgetsTheLateTokenOfAStepBehindAnother(FakeExecutor):
     def submit(self, batch: Batch) -> int:

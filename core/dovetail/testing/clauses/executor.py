@@ -52,7 +52,7 @@ CLAUSES: Marks = {
     "Executor.submit": {"as soon as possible": unchecked("no suite judges times"), "uncollected": held("order")},
     "Executor.mask_words": held("masks"),
     "Executor.sample": {
-        "draw one that their mask": held("masks"),
+        "draw one that their mask": held("masks", "masked_draws"),
         "Log-probabilities": held("masked_logprobs"),
         "Raises `UnsupportedError`": unchecked("the default does, and the core asks nobody who hasn't declared `masks`"),
         "*": held("late", "late_overlap", "masks"),

@@ -121,13 +121,16 @@ class Bench:
 
     def sample(self, allowed: Mapping[str, Sequence[int]], *, own_memory: bool = True) -> None:
         """Have the oldest step sampled, which is late: the requests named sample one of the ids that are `allowed` to them. The masks lie in the
-        executor's own memory, or elsewhere."""
+        executor's own memory, or elsewhere, though it was asked for its own, where everything is allowed then."""
         sent = self.sent[0]
         indices = [index for index, seat in enumerate(sent.seats) if seat.name in allowed]
         width = -(-self.capacity.vocab_size // 32)
-        words = self.executor.mask_words(len(indices), width) if own_memory else np.empty((len(indices), width), np.uint32)
+        words = self.executor.mask_words(len(indices), width)
         require(words.shape == (len(indices), width), f"mask_words({len(indices)}, {width}) has the shape {words.shape}")
         require(words.dtype == np.uint32, f"mask_words has the dtype {words.dtype}, expected uint32")
+        if not own_memory:
+            words[:] = ~np.uint32(0)
+            words = np.empty_like(words)
         words[:] = 0
         for line, index in enumerate(indices):
             for token in allowed[sent.seats[index].name]:

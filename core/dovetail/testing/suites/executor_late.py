@@ -5,7 +5,8 @@ import numpy as np
 from dovetail.api.executor import HostLogprobs
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import Bench
-from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, ExecutorSubject, require_same
+from dovetail.testing.suites.executor_sampling import HOT
+from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, ExecutorSubject, require_same
 
 
 class ExecutorLate(ExecutorSubject):
@@ -34,7 +35,8 @@ class ExecutorLate(ExecutorSubject):
     @check("executor.masks", since="0.3", capability="masks")
     def test_masked_rows_sample_what_is_allowed_and_others_what_they_would(self) -> None:
         """A row sampled a token that its mask forbids; or another one than the likeliest of two that are allowed, when it had sampled that before; or
-        a row without a mask sampled another token than alone. `Masks.indices` are places in the batch, which not all yield a token."""
+        a row without a mask sampled another token than alone, also one that had a mask in the step before. `Masks.indices` are places in the batch,
+        which not all yield a token. `Masks.words` may lie in other memory than `mask_words` gave."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             last = bench.capacity.vocab_size - 1
@@ -47,9 +49,28 @@ class ExecutorLate(ExecutorSubject):
             bench.sample({"a": [0], "c": sorted({expected["c"][0], last})}, own_memory=False)
             bench.collect()
             require(bench.tokens["a"] == [last, 0], f"only token 0 was allowed, and {bench.tokens['a'][1:]} was sampled")
-            bench.decode("b", "c")
+            bench.submit({"b": 1, "c": 1, "a": 1}, late=True)
+            bench.sample({"a": [last]})
+            bench.collect()
+            require(bench.tokens["a"] == [last, 0, last], f"only token {last} was allowed, and {bench.tokens['a'][2:]} was sampled")
+            bench.submit({"c": 1}, late=True)
+            bench.sample({})
+            bench.collect()
             require_same(bench, "b", expected["b"], "beside rows with masks")
-            require_same(bench, "c", expected["c"][:2], "after a step with a mask")
+            require_same(bench, "c", expected["c"], "after a step with a mask, in late steps without one")
+
+    @check("executor.masked_draws", since="0.3", capability="masks")
+    def test_a_masked_row_draws_among_what_is_allowed(self) -> None:
+        """At a temperature at which nearly any token may come, rows that were allowed two ids drew another one, or all of them the same, or others
+        when it was tried again with the same seeds. A mask is applied to the logits, and the row is sampled by its own parameters."""
+        with self._bench() as bench:
+            if not self.declares("samples"):
+                return
+            allowed = [0, bench.capacity.vocab_size - 1]
+            drawn, again = ([token for turn in range(2) for token in _draw(bench, allowed, turn)] for _ in range(2))
+            told = f"{len(drawn)} rows with seeds of their own at temperature {HOT:g}, allowed {allowed}, drew {drawn}"
+            require(set(drawn) == set(allowed), told)
+            require(drawn == again, f"{told}, and then {again}")
 
     @check("executor.late_overlap", since="0.3", capability="masks")
     def test_a_late_step_may_be_submitted_while_another_is_in_flight(self) -> None:
@@ -95,3 +116,15 @@ class ExecutorLate(ExecutorSubject):
         if logprobs is None:
             fail("a request asked for log-probabilities, and the step returned none")
         return logprobs
+
+
+def _draw(bench: Bench, allowed: list[int], turn: int) -> list[int]:
+    """Return the first tokens of as many rows as the config allows, in one late step."""
+    names = [f"{turn}.{row}" for row in range(SETTINGS["max_num_seqs"])]
+    for name in names:
+        bench.add(name, bench.prompt(5), room=1, temperature=HOT)
+    bench.submit(dict.fromkeys(names, 5), late=True)
+    bench.sample(dict.fromkeys(names, allowed))
+    bench.collect()
+    bench.remove(*names)
+    return [bench.tokens.pop(name)[0] for name in names]

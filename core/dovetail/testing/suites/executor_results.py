@@ -105,14 +105,19 @@ class ExecutorResults(ExecutorSubject):
     @check("executor.times", since="0.1")
     def test_times_are_those_of_the_engines_clock(self) -> None:
         """`Result.started` and `ended` must lie between the submit and the collect of their step on `context.clock`, in this order, and a step must
-        not end before the one before it. The step-time fit and all latencies are made of them."""
+        not end before the one before it; also steps that are sampled late. The step-time fit and all latencies are made of them."""
         with self._bench() as bench:
             clock, ends = bench.executor.context.clock, [-np.inf]
             bench.add("a", bench.prompt(5))
-            for count in (5, 1, 1, 1, 1, 1):
+            late = (True, True) if self.declares("masks") else ()
+            for count, is_late in zip((5, 1, 1, 1, 1, 1, 1, 1), (*[False] * 6, *late), strict=False):
                 submitted = clock.now()
-                result = bench.run({"a": count})
-                told = f"submitted at {submitted}, started {result.started}, ended {result.ended}, collected at {clock.now()}"
+                bench.submit({"a": count}, late=is_late)
+                if is_late:
+                    bench.sample({"a": [0]})
+                result = bench.collect()
+                how = "late, submitted" if is_late else "submitted"
+                told = f"{how} at {submitted}, started {result.started}, ended {result.ended}, collected at {clock.now()}"
                 slack = 0.0 if isinstance(clock, VirtualClock) else 0.05  # a device's clock isn't the host's
                 require(submitted - slack <= result.started <= result.ended <= clock.now() + slack, told)
                 ends.append(result.ended)
