@@ -657,7 +657,8 @@ class ReadsTheMemoryThatItGave(FakeExecutor):
         return self.given
 
     def sample(self, handle: int, masks: Masks) -> None:
-        super().sample(handle, Masks(masks.indices, self.given[: len(masks.indices)]) if len(masks.indices) else masks)
+        same = len(masks.indices) and self.given.shape == masks.words.shape
+        super().sample(handle, Masks(masks.indices, self.given) if same else masks)
 
 
 @mutant(caught_by="executor.masks")
@@ -671,6 +672,24 @@ class KeepsTheMaskOfARow(FakeExecutor):
             words[index] = rows[index].kept = line.copy()  # type: ignore[attr-defined]
         lines = [words[index] for index in sorted(words)]
         super().sample(handle, Masks(np.array(sorted(words), np.int32), np.array(lines, np.uint32)) if words else masks)
+
+
+@mutant(caught_by="executor.failed_row")
+class NamesTheRowThatFailed(LocalExecutor):
+    """Where its place in the batch is asked for."""
+
+    def collect(self, handle: PendingStep) -> Result:
+        result = super().collect(handle)
+        return replace(result, failed={int(handle.rows[index]): why for index, why in result.failed.items()})
+
+
+@mutant(caught_by="executor.failed_row")
+class FailsWithARow(LocalExecutor):
+    def collect(self, handle: PendingStep) -> Result:
+        result = super().collect(handle)
+        if result.failed:
+            raise DovetailError(f"step {result.step} failed")
+        return result
 
 
 @mutant(caught_by="executor.masked_draws")

@@ -45,7 +45,9 @@ CLAUSES: Marks = {
         "-1: none": held("results"),
         "one row for each row": held("logprobs"),
         "index in the batch -> logprobs": held("prompt_logprobs"),
-        "why this row alone failed": held("results", but="that a row which fails is named can't be staged: only that none is named when none failed"),
+        "why this row alone failed": held(
+            "results", "failed_row", but="that a row whose values are NaN is found isn't asked, only that no other is named"
+        ),
     },
     "Executor": TOLD,
     "Executor.start": held("failed_start", "capacity"),

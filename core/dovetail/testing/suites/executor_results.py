@@ -6,7 +6,9 @@ import numpy as np
 
 from dovetail.api.clock import VirtualClock
 from dovetail.testing.checks import check, require
-from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, ExecutorSubject, require_same
+from dovetail.testing.suites.executor_bench import IDS
+from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, ExecutorSubject, broken_model, require_same
+from dovetail.testing.suites.footprint import temporary_folder
 
 LONG_STEPS = 3
 LEAST_SHARE = 0.01  # of the time that passes in a long step is the device's, also where little is computed
@@ -48,6 +50,29 @@ class ExecutorResults(ExecutorSubject):
             times = [type(time) for time in (result.started, result.ended)]
             require(times == [float, float], f"started and ended are of the types {times}, expected float")
             require(not result.failed, f"nothing failed, and Result.failed is {result.failed}")
+
+    @check("executor.failed_row", since="0.3", capability="samples")
+    def test_a_row_may_fail_alone(self) -> None:
+        """The model's values for one row of a step were NaN, and the step failed with it, or `Result.failed` named another place in the batch, or
+        other rows generated other tokens than alone, also one that got the row and the blocks afterwards. (That NaN is found isn't asked.)"""
+        with temporary_folder() as folder:
+            token = IDS + 1  # in no other prompt
+            if not broken_model(self.model, folder, token):
+                return
+            with self._bench(folder) as bench:
+                expected = {name: bench.alone(name, self._prompt(bench, name), 3) for name in "ac"}
+                self._seat(bench, "a", "c", rows={"a": 4, "c": 2})
+                bench.add("bad", [*bench.prompt(4), token], row=0)
+                bench.submit({"c": LENGTHS["c"], "bad": 5, "a": LENGTHS["a"]})
+                bench.collect("bad")
+                bench.decode("a", "c")
+                for name in "ac":
+                    require_same(bench, name, expected[name], "beside a row whose values were NaN")
+                bench.remove("a", "bad")  # whose blocks are the next to be taken
+                self._seat(bench, "a", rows={"a": 0})
+                bench.prefill("a")
+                bench.decode("a")
+                require_same(bench, "a", expected["a"], "in the row and the blocks of one whose values were NaN")
 
     @check("executor.batch_untouched", since="0.1")
     def test_a_batch_is_only_read(self) -> None:

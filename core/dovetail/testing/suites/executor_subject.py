@@ -1,5 +1,8 @@
 """`ExecutorSubject`: how the checks of executors start one, and what they ask of it again and again."""
 
+import json
+import shutil
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,9 +46,9 @@ class ExecutorSubject(Suite):
         return executor
 
     @contextmanager
-    def _bench(self) -> Iterator[Bench]:
+    def _bench(self, model_dir: Path | None = None) -> Iterator[Bench]:
         """Start an executor, and stop it at the end."""
-        executor = self._make()
+        executor = self._make(model_dir)
         try:
             yield Bench(executor, executor.start())
         finally:
@@ -80,6 +83,30 @@ def _context(model: str, clock: Clock, model_dir: Path | None) -> ExecutorContex
         attention=tuple(part.ref() for part in parts.attention),
         sampler=parts.sampler.ref(),
     )
+
+
+def broken_model(model: str, folder: Path, token: int) -> bool:
+    """Write a copy of a checkpoint in which the embedding of one token, as input alone, is NaN. Returns False for a checkpoint in several files."""
+    source = Path(resolve_model(model, installed(tuple(sys.path))))
+    if not (source / "model.safetensors").exists():
+        return False
+    for path in filter(Path.is_file, source.iterdir()):
+        shutil.copyfile(path, folder / path.name)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    data = (source / "model.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header, tensors = json.loads(data[8 : 8 + size]), bytearray(data[8 + size :])
+    embedding = header["model.embed_tokens.weight"]
+    begin, end = embedding["data_offsets"]
+    if "lm_head.weight" not in header:
+        header["lm_head.weight"] = {**embedding, "data_offsets": [len(tensors), len(tensors) + end - begin]}
+        tensors += tensors[begin:end]
+    width = (end - begin) // embedding["shape"][0]
+    tensors[begin + token * width : begin + (token + 1) * width] = b"\xff" * width  # NaN, whatever the dtype
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + tensors)
+    return True
 
 
 def stop(executor: Executor, when: str) -> None:

@@ -279,7 +279,7 @@ class GrammarSuite(Suite):
                 for token in ids_of('"b' if spec.kind == "json_schema" else "b"):
                     require(matcher.accept(token), f"{spec}: {text_of(token)!r} isn't accepted, which the mask allows")
                 require(not matcher.complete, f"{spec}: complete is True where the text isn't, since no token fits")
-                calls = {
+                calls: dict[str, Callable[[], object]] = {
                     "fill": partial(matcher.fill, _empty(context)),
                     "accept": partial(matcher.accept, ids_of("b")[0]),
                     "forced": matcher.forced,
