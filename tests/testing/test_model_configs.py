@@ -6,6 +6,8 @@ import pytest
 
 from dovetail.testing.suites.model_configs import changes, tiny, variants
 
+pytest.importorskip("transformers")
+
 ARCHITECTURES = [
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
