@@ -61,9 +61,7 @@ class ModelCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """Constants that an architecture receives when it is made."""
-
-    directory: Path | None = None  # of the model
+    """Constants that an architecture receives when it is made; empty for now."""
 
 
 @dataclass(frozen=True, slots=True)

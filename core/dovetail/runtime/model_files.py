@@ -26,10 +26,15 @@ BUILT_IN = "dovetail:"  # how the full names of built-ins begin
 
 _SAME_AS_TEXT = {"qwen3_vl_text": "qwen3"}  # text models -> those that compute the same for text: the three positions of a token are equal there
 
-_NOT_SERVED = {  # files of directories that aren't models of transformers
+_INSTEAD_OF_A_CONFIG = {  # files of directories that aren't models in transformers' layout
     "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, with config.json",
     "adapter_config.json": "this is an adapter (LoRA), not a model; merge it into its base model with PEFT's merge_and_unload, and serve that",
 }
+_BESIDE_A_CONFIG = {  # files of models that aren't served
+    "hf_quant_config.json": "weights quantized by ModelOpt aren't served; see docs/quantization.md",
+    "modules.json": "this is an embedding model of sentence-transformers, and embeddings aren't served yet",
+}
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -63,7 +68,7 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         offers = " and ".join(target.name for target in serving)
         remedy = f"name the one you mean: `model: {{path: {shown(str(model_dir))}, component: {serving[0].name}}}`"
         raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {offers}; {remedy}")
-    arch: ModelArch = serving[0].make(ModelContext(Path(model_dir)))
+    arch: ModelArch = serving[0].make(ModelContext())
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return FoundArchitecture(arch, config)
@@ -71,12 +76,12 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
 
 def _text_of(config: Any, model_dir: str | Path) -> Any:
     """Return the config of the text model, where a checkpoint has a vision model as well. Raises `UnsupportedError` if it can't be served alone."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     text = config.get_text_config(decoder=True)
     if text is config or getattr(config, "is_encoder_decoder", False):
         return config
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     if text.model_type in _SAME_AS_TEXT:
         fields = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures", "transformers_version")}
         fields["rope_parameters"] = {key: value for key, value in fields["rope_parameters"].items() if not key.startswith("mrope_")}
@@ -125,16 +130,9 @@ def read_config(model_dir: str | Path) -> Any:
     """`config.json` as a transformers config. Raises `ModelLoadError` naming the file when it is missing or wrong."""
     path = Path(model_dir) / "config.json"
     if not path.is_file():
-        for name, what in _NOT_SERVED.items():
-            if (Path(model_dir) / name).is_file():
-                raise UnsupportedError(f"{Path(model_dir) / name}: {what}")
+        _refuse(path.parent, _INSTEAD_OF_A_CONFIG)
         raise ModelLoadError(f"{path}: no such file; a model is a directory with config.json and safetensors files")
-    if (Path(model_dir) / "hf_quant_config.json").is_file():
-        raise UnsupportedError(f"{Path(model_dir) / 'hf_quant_config.json'}: weights quantized by ModelOpt aren't served; see docs/quantization.md")
-    if (Path(model_dir) / "modules.json").is_file():
-        raise UnsupportedError(
-            f"{Path(model_dir) / 'modules.json'}: this is an embedding model of sentence-transformers, and embeddings aren't served yet"
-        )
+    _refuse(path.parent, _BESIDE_A_CONFIG)
     raw = read_json_object(path)
     if "model_type" not in raw:
         raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
@@ -152,6 +150,13 @@ def read_config(model_dir: str | Path) -> Any:
         return AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its own checks raise
         raise ModelLoadError(f"{path}: {_first_lines(error)}") from error
+
+
+def _refuse(directory: Path, files: Mapping[str, str]) -> None:
+    """Raise `UnsupportedError` if the directory has one of `files`, which map a name to what is wrong with it."""
+    for name, what in files.items():
+        if (directory / name).is_file():
+            raise UnsupportedError(f"{directory / name}: {what}")
 
 
 def _first_lines(error: Exception) -> str:

@@ -43,7 +43,7 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     _check_rules(model, rules)
     rules = {rule.source: rule for rule in _for_each_tensor(rules.values())}
     stored = _tensor_files(Path(directory))
-    names = text_names(stored)
+    names = _text_names(stored)
     files = {name: stored[old] for name, old in names.items()}
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
@@ -95,7 +95,7 @@ def _is_bare(files: Mapping[str, Path], rules: Mapping[str, WeightRule]) -> bool
     return not any(name.startswith(_PREFIX) for name in files) and any(_PREFIX + name in rules for name in files)
 
 
-def text_names(names: Iterable[str]) -> dict[str, str]:
+def _text_names(names: Iterable[str]) -> dict[str, str]:
     """Return the names that tensors of the text model have by themselves -> those in the checkpoint, which may hold a vision model, too."""
     names = list(names)
     renamed = {new + name.removeprefix(old): name for old, new in _TEXT_PARTS for name in names if name.startswith(old)}
@@ -163,10 +163,14 @@ def _check_names(rules: Mapping[str, WeightRule], files: Mapping[str, Path], dir
         raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
 
 
-def _some(names: list[str], limit: int = 5) -> str:
+def _some(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({some_of(names)})"
+
+
+def some_of(names: Iterable[str], limit: int = 5) -> str:
+    """Return the first names in order, and how many more there are."""
     names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:limit])}{more})"
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,25 +19,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dovetail.api.attention import LayerSpec
+from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelContext, ParallelGroup, WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, specs_of, trace
+from dovetail.runtime.weights import some_of
+from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, one_line, specs_of, trace
 from dovetail_models.transformers_check import check
 
+_ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
-_NOT_TEXT = (
-    "mtp.",
-    "model.mtp.",
-    "model.visual.",
-    "visual.",
-    "model.vision_tower.",
-    "vision_tower.",
-    "model.multi_modal_projector.",
-    "multi_modal_projector.",
-)
 
 
 class Transformers(ModelArch):
@@ -46,7 +39,7 @@ class Transformers(ModelArch):
 
     def __init__(self, options: NoOptions, context: ModelContext) -> None:
         super().__init__(options, context)
-        self._traced: tuple[Any, PreTrainedModel, list[AttentionCall]] | None = None
+        self._traced: tuple[Any, nn.Module, list[AttentionCall]] | None = None
 
     def reasons_against(self, config: Any) -> list[str]:
         serves = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -76,35 +69,43 @@ class Transformers(ModelArch):
             raise UnsupportedError(
                 "a model through transformers needs plain weights (bfloat16, float16 or float32); those stored in 8 or 4 bits need a native model"
             )
-        text, calls = config.get_text_config(decoder=True), self._trace(config)[1]
-        max_len = context.max_len or int(text.max_position_embeddings)
-        _check_rope(text, max_len)
+        base, calls = self._trace(config)
+        max_len = context.max_len or int(config.max_position_embeddings)
+        _check_rope(config, max_len)
+        shortened = _shortened(config, base, calls)
         layers = [context.make_attention(spec) for spec in specs_of(calls)]
-        return TransformersModel(text, calls, layers, context, max_len)
+        return TransformersModel(config, shortened, calls, layers, context, max_len)
 
-    def _trace(self, config: Any) -> tuple[PreTrainedModel, list[AttentionCall]]:
-        """Return the model on the meta device and its attention calls. Raises `UnsupportedError`."""
+    def _trace(self, config: Any) -> tuple[nn.Module, list[AttentionCall]]:
+        """Return the model without its head, on the meta device, and its attention calls. Raises `UnsupportedError`."""
         if self._traced is None or self._traced[0] is not config:
-            text = config.get_text_config(decoder=True)
-            with torch.device("meta"):
-                try:
-                    model = _of_config(text)
-                except KeyError as error:
-                    if error.args != (NAME,):
-                        raise UnsupportedError(f"transformers can't build it as a causal language model: {_one_line(error)}") from error
-                    raise UnsupportedError(NOT_THROUGH.format(type(text).__name__.removesuffix("Config"))) from error
-                except Exception as error:
-                    raise UnsupportedError(f"transformers can't build it as a causal language model: {_one_line(error)}") from error
-            self._traced = config, model, trace(_base_of(model))
+            try:
+                with torch.device("meta"):
+                    model = _of_config(config)
+            except Exception as error:
+                if isinstance(error, KeyError) and error.args == (NAME,):
+                    raise UnsupportedError(NOT_THROUGH.format(type(config).__name__.removesuffix("Config"))) from error
+                raise UnsupportedError(f"transformers can't build it as a causal language model: {one_line(error)}") from error
+            base = _base_of(model)
+            self._traced = config, base, trace(base)
         return self._traced[1], self._traced[2]
 
 
 class TransformersModel(nn.Module):
     """A `dovetail.api.model.CausalLM` around a model of transformers, which `load_checkpoint` makes."""
 
-    def __init__(self, config: Any, calls: list[AttentionCall], layers: list[Any], context: BuildContext, max_len: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        shortened: tuple[Any, list[AttentionCall]],
+        calls: list[AttentionCall],
+        layers: list[AttentionLayer],
+        context: BuildContext,
+        max_len: int,
+    ) -> None:
+        """`shortened`: the config and the attention calls of the first layers, which are checked. `calls` and `layers` belong together."""
         super().__init__()
-        self.config, self._calls, self._layers, self._context, self._max_len = config, calls, layers, context, max_len
+        self.config, self._shortened, self._calls, self._layers, self._context, self._max_len = config, shortened, calls, layers, context, max_len
 
     def load_checkpoint(self, directory: Path | None, seed: int) -> None:
         """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` for a checkpoint that doesn't fit, and `UnsupportedError` if
@@ -130,8 +131,8 @@ class TransformersModel(nn.Module):
 
     def _prove(self, directory: Path) -> None:
         """Run the first layers, as many as have one of each kind, in float32, by themselves and in ragged batches."""
-        shortened, calls = _shortened(self.config, self._calls)
-        model = _loaded(shortened, directory, torch.float32, 0).to(self._context.device)
+        config, calls = self._shortened
+        model = _loaded(config, directory, torch.float32, 0).to(self._context.device)
         base = _base_of(model)
 
         def reference(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -196,21 +197,13 @@ def _loaded(config: Any, directory: Path | None, dtype: torch.dtype, seed: int) 
             key_mapping={r"^model\.language_model\.": "model.", r"^language_model\.": ""},  # of checkpoints with a vision model
         )
     except Exception as error:
-        raise ModelLoadError(f"{directory}: transformers can't load it: {_one_line(error)}") from error
-    problems = [f"lacks {_some(info['missing_keys'])}"] if info["missing_keys"] else []
-    problems += (
-        [f"holds tensors of other shapes than the config says: {_some(key for key, *_ in info['mismatched_keys'])}"]
-        if info["mismatched_keys"]
-        else []
-    )
+        raise ModelLoadError(f"{directory}: transformers can't load it: {one_line(error)}") from error
+    missing, misshapen = info["missing_keys"], [key for key, *_ in info["mismatched_keys"]]
+    problems = [f"lacks {some_of(missing)}"] if missing else []
+    problems += [f"holds tensors of other shapes than the config says: {some_of(misshapen)}"] if misshapen else []
     if problems:
         raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
     return _ready(model)
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 class _GivenStates:
@@ -246,10 +239,8 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
     return head
 
 
-def _shortened(config: Any, calls: list[AttentionCall]) -> tuple[Any, list[AttentionCall]]:
-    """Return the config of a model with the first layers, as many as have one of each kind, and their calls."""
-    with torch.device("meta"):
-        base = _base_of(_of_config(config))
+def _shortened(config: Any, base: nn.Module, calls: list[AttentionCall]) -> tuple[Any, list[AttentionCall]]:
+    """Return the config of a model with the first layers of `base`, as many as have one of each kind, and their calls."""
     count = int(config.num_hidden_layers)
     lists = [(name, module) for name, module in base.named_modules() if _holds(name, module, count, calls)]
     if not lists:
@@ -257,12 +248,10 @@ def _shortened(config: Any, calls: list[AttentionCall]) -> tuple[Any, list[Atten
     prefix, layers = lists[0]
     kinds: dict[str, int] = {}
     for index, layer in enumerate(layers):
-        own = [
-            str((call.heads, call.kv_heads, call.head_size, call.scale, call.window))
-            for call in calls
-            if call.module.startswith(f"{prefix}.{index}.")
-        ]
-        kinds.setdefault(str([(name, type(module).__name__) for name, module in layer.named_modules()] + own) + _shapes(layer), index)
+        classes = [(name, type(module).__name__) for name, module in layer.named_modules()]
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+        own = [replace(call, module="") for call in calls if call.module.startswith(f"{prefix}.{index}.")]
+        kinds.setdefault(repr((classes, shapes, own)), index)
     kept = max(kinds.values()) + 1
     if kept == count:
         return config, calls
@@ -279,32 +268,26 @@ def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall])
     return isinstance(module, nn.ModuleList) and len(module) == count and any(call.module.startswith(f"{name}.") for call in calls)
 
 
-def _shapes(layer: nn.Module) -> str:
-    return str([(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()])
-
-
 def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
     """Return the length of a sequence that crosses every length that the config names, as far as a check can."""
     named = [2 * call.window for call in calls if call.window is not None]
-    rope = getattr(config, "rope_parameters", None) or {}
     named += [int(value) for key, value in config.to_dict().items() if "chunk" in key and isinstance(value, int) and not isinstance(value, bool)]
-    named += [int(rope["original_max_position_embeddings"])] if isinstance(rope.get("original_max_position_embeddings"), int) else []
+    named += [rope[_ORIGINAL] for rope in _ropes(config) if isinstance(rope.get(_ORIGINAL), int)]
     return min(_LONGEST, max(named, default=33) + 17)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of the rotary embeddings, of which there may be one for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
 
 
 def _check_rope(config: Any, max_len: int) -> None:
     """Raises `UnsupportedError` if the rotary frequencies of one request would depend on another's length."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else (rope,):
-        kind = parameters.get("rope_type")
-        if kind not in _SWITCHING_ROPES:
-            continue
-        original = int(
-            parameters.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", 0)
-            or config.max_position_embeddings
-        )
-        if max_len > original:
+    for rope in _ropes(config):
+        kind = rope.get("rope_type")
+        original = int(rope.get(_ORIGINAL) or getattr(config, _ORIGINAL, 0) or config.max_position_embeddings)
+        if kind in _SWITCHING_ROPES and max_len > original:
             raise UnsupportedError(
                 f"rope_parameters.rope_type: with {kind!r} a sequence of more than {original} tokens changes the frequencies of all others in its "
                 f"batch; set max_model_len to {original} or less"
@@ -320,7 +303,3 @@ def _full_float32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -135,6 +135,10 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 @contextmanager
 def _recording(model: nn.Module) -> Iterator[list[AttentionCall]]:
     recorder = _Recorder({module: name for name, module in model.named_modules()})
@@ -154,8 +158,7 @@ def trace(base: nn.Module) -> list[AttentionCall]:
         try:
             base(input_ids=ids, position_ids=ids, use_cache=False)
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise UnsupportedError(f"{type(base).__name__}: its code can't be traced: {type(error).__name__}: {reason}") from error
+            raise UnsupportedError(f"{type(base).__name__}: its code can't be traced: {one_line(error)}") from error
     if not calls:
         raise UnsupportedError(NOT_THROUGH.format(type(base).__name__))
     return calls
