@@ -13,7 +13,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """Where a replica serves, and how it ended."""
+    """Status of a replica: the URL at which it serves, and the reason why its process ended."""
 
     url: str | None = None  # None: still starting
     ended: str | None = None  # in words; None: running

@@ -94,8 +94,8 @@ class RaySettings(BaseModel):
     """CPUs that Ray reserves per replica."""
 
     listen: Literal["loopback", "node"] = "loopback"
-    """Where replicas listen: `loopback`, if all run on the router's machine, or `node`: the machine's address in the Ray cluster, reachable from that
-    network."""
+    """The address on which replicas listen. `loopback` needs all replicas on the router's machine. `node` is the machine's address in the Ray
+    cluster, which is reachable from that network."""
 
 
 class ClusterSettings(BaseModel):
@@ -119,7 +119,7 @@ class ClusterSettings(BaseModel):
     """GPUs per replica. 0: CUDA_VISIBLE_DEVICES is left as it is."""
 
     place: Literal["here", "ray"] = "here"
-    """Where replicas run: `here`, as processes of this machine, or `ray`, as Ray actors, each in its own placement group."""
+    """The backend that runs replicas: `here` starts them as processes of this machine, `ray` as Ray actors, each in its own placement group."""
 
     ray: RaySettings = RaySettings()
     """The Ray cluster."""

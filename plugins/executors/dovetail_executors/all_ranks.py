@@ -97,7 +97,7 @@ class AllRanks:
             raise DovetailError(str(self.failure)) from self.failure
 
     def await_failure(self, seconds: float) -> None:
-        """Wait for the failure that caused what the caller saw, up to so many seconds."""
+        """Wait up to `seconds` for the root cause of the failure that the caller has seen."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or self._over.is_set(), seconds)
 

@@ -102,7 +102,8 @@ class Ranks:
             raise self._unspawned
 
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
-        """Set a deadline until the next call: after so many seconds the ranks are killed, for the reason that `late` returns."""
+        """Set a timeout of `seconds`, replacing the previous one; None: no timeout. When it expires, the ranks are killed, with the reason that
+        `late` returns."""
         self._limit = None if seconds is None else (self._clock.now + seconds, late)
 
     def tell(self, **message: Any) -> None:

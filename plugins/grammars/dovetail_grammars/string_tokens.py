@@ -22,7 +22,8 @@ _NOT_PLAIN = frozenset('"\\\x7f').union(map(chr, range(0x20)))  # of a JSON stri
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StringMask:
-    """What a string's end allows, whatever room the string has: a mask of the rest of the tokens."""
+    """The mask of the tokens that aren't plain string content (`rest` of `StringTokens`), at one point of a JSON string. It doesn't
+    depend on how many more characters the string may have."""
 
     rest: UInt32
 

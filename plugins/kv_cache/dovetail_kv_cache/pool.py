@@ -175,7 +175,7 @@ class BlockQueue:
         self._end = size
         self._next, self._before = (array("i", [-1]) * (size + 1) for _ in range(2))
         self._next[size] = self._before[size] = size
-        self.count = 0  # number of blocks in it; only to be read
+        self.count = 0  # number of blocks in the list; read-only for callers
 
     def append(self, block: int) -> None:
         """Append `block`, which must not be in it, as the newest."""

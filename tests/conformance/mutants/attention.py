@@ -832,7 +832,7 @@ class _Open(PlainAttention):
 
 @mutant(caught_by="attention.fused_write")
 class OpensSlotsWithoutPadding(_Open):
-    """What is padding keeps the slots of an earlier step."""
+    """This backend leaves the slots of an earlier step in the padding of `FusedCache.slots`."""
 
     def plan(self, batch: AttentionBatch) -> None:
         PlainAttention.plan(self, batch)
@@ -869,7 +869,7 @@ class OpensTheCacheOfTheFirstAllocate(_Open):
 
 @mutant(caught_by="attention.fused_write")
 class MovesTheCacheWithEachPlan(_Open):
-    """What was laid open before the plan is no longer what it reads."""
+    """Each `plan` moves the cache to new memory, so tensors of an earlier `FusedCache` are no longer read."""
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
@@ -920,7 +920,7 @@ class TakesThePrefixOfTheSameBlocksForTheSame(_KeepsSharedPrefixes):
 
 @mutant(caught_by="attention.memory")
 class CountsTheSlotsOfTheFirstAllocate(TorchAttention):
-    """Where the slots for padding begin, beside the pool."""
+    """Padding slots are placed after the pool of the first `allocate`, although a later one made another pool."""
 
     first: int | None = None
 

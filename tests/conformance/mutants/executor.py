@@ -676,7 +676,7 @@ class KeepsTheMaskOfARow(FakeExecutor):
 
 @mutant(caught_by="executor.failed_row")
 class NamesTheRowThatFailed(LocalExecutor):
-    """Where its place in the batch is asked for."""
+    """`Result.failed` is keyed by the row's number instead of its index in the batch."""
 
     def collect(self, handle: PendingStep) -> Result:
         result = super().collect(handle)

@@ -616,7 +616,7 @@ class CommittingLessForgets(PrefixCache):
 
 @mutant(caught_by="kv_cache.reset")
 class ResetMindsOnlyWhoCommitted(PrefixCache):
-    """Who held blocks and had committed none publishes what it computed before."""
+    """A request that held blocks but had committed none publishes K and V computed before the reset."""
 
     def reset(self) -> None:
         super().reset()
@@ -683,7 +683,7 @@ class SortsManyCopies(PrefixCache):
 
 @mutant(caught_by="kv_cache.fork_copies")
 class CopiesABlockOnce(PrefixCache):
-    """Of three samples of one request the last alone gets the partial block."""
+    """If three samples fork one request, only the last gets a copy of the partial block."""
 
     def take_copies(self) -> Sequence[BlockCopy]:
         copies = super().take_copies()

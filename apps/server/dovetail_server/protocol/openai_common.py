@@ -60,7 +60,7 @@ class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What a stream contains besides its text."""
+    """OpenAI's `stream_options`: selects what a stream contains in addition to the text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -156,7 +156,7 @@ class Demand:
 
 
 class ParamNames(NamedTuple):
-    """What an API calls the parameters that constrain answers, for errors."""
+    """An API's names for the parameters that constrain answers. Error messages use them."""
 
     form: str = "response_format"
     parallel: str = "parallel_tool_calls"

@@ -386,7 +386,7 @@ class ModelSuite(Suite):
             self.assert_exact_in(torch.float16, plain, reference, 40, " where q and k are large before their norms")
 
     def assert_exact_in(self, dtype: torch.dtype, config: Any, reference: Reference, length: int, what: str = "") -> None:
-        """Check logits of so many tokens in half precision."""
+        """Check the logits of `length` random tokens in half precision against float32."""
         tokens = some_tokens(config, length)
         exact, bench = reference.run(tokens)[1], self.bench(config, reference.tensors(), dtype=dtype)
         found = {rule.parameter.dtype for rule in bench.model.weights()}
