@@ -98,10 +98,6 @@ class ServedEngine(Protocol):
     @property
     def load(self) -> Load: ...
 
-    @property
-    def default_params(self) -> SamplingParams:
-        """Default parameters (the model's `generation_config.json`)."""
-
     def tokenized(self, prompt: Prompt) -> Prompt:
         """Tokenize a text prompt; return others unchanged. Thread-safe. Raises `RequestError`."""
 

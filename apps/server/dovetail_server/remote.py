@@ -120,7 +120,6 @@ class RemoteEngine:
         self.info = info = welcome.info
         self._intake = Intake(info.intake, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
         self.chat = ChatFrontEnd(tokenizer, info.intake.limits, info.intake.max_model_len)
-        self.default_params = SamplingParams(**info.intake.defaults.sampling())
         self.load = Load(free_blocks=info.num_blocks)
         self._builder = OutputBuilder(tokenizer)
         self._open: dict[str, _Open] = {}  # by request id

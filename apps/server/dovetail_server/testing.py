@@ -53,7 +53,6 @@ class FakeEngine:
         self.info = EngineInfo("fake", intake, 16, 256)
         self.tokenizer = tokenizer
         self.chat = ChatFrontEnd(tokenizer, Limits(), intake.max_model_len)
-        self.default_params = SamplingParams()
         self.load = Load()
         self.requests: dict[str, FakeRequest] = {}  # under way
         self.submitted: list[FakeRequest] = []

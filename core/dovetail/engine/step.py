@@ -368,9 +368,8 @@ class PlannedStep:
 
     def _fits(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, victims: list[LiveRequest]) -> bool:
         """Return True if `num_tokens` tokens of it would fit if `victims` were preempted."""
-        grown, tokens = (
-            (request, num_tokens) if source is None else (source, source.capacity + 1)
-        )  # a fork takes one block, as its source's growth would
+        # A fork takes one block, as its source's growth would.
+        grown, tokens = (request, num_tokens) if source is None else (source, source.capacity + 1)
         return self._kv.blocks_needed(grown, tokens, without=victims) <= self._kv.available_blocks
 
     def _admit(self, request: LiveRequest) -> None:
