@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail.process_watch import LONGEST_TURN_S, STOPPED_S, ProcessWatch
+from dovetail.process_watch import LONGEST_TURN_S, STOPPED_S, ProcessWatch, how_ended
 
 
 class Time:
@@ -86,3 +86,8 @@ def test_a_process_that_is_gone_is_not_stopped(process: subprocess.Popen[bytes],
     process.kill()
     process.wait()
     assert not clock.pass_in_turns(2 * STOPPED_S, ProcessWatch(), process.pid)
+
+
+@pytest.mark.parametrize(("code", "said"), [(3, "ended with exit code 3"), (-9, "was killed by SIGKILL"), (-35, "was killed by signal 35")])
+def test_the_end_of_a_process_is_told_also_for_signals_without_a_name(code: int, said: str) -> None:
+    assert how_ended(code) == said

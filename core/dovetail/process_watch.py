@@ -57,7 +57,12 @@ def process_state(pid: int) -> str:
 
 def how_ended(code: int) -> str:
     """Describe the end of a process by its return code, as of `subprocess`."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time ones have none: "signal 35"."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def die_with(parent: int) -> None:

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any
 
 from dovetail.errors import DovetailError, EngineDeadError
-from dovetail.process_watch import STOPPED_S, TRACED, ProcessWatch, process_state
+from dovetail.process_watch import STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
 from dovetail_server.channel import BEAT_S, Channel, Message
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
@@ -64,8 +64,7 @@ class Child:
 
     def how_it_ended(self) -> str:
         """Return how it ended ("was killed by SIGKILL", "ended with exit code 1"), and its reason or last output."""
-        code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = how_ended(self.process.returncode)
         told = self.dead or " | ".join(line for line in self.last_lines if line.strip())
         return f"{how}: {told}" if told else how
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dovetail.process_watch import signal_name
 from dovetail.registry.doctor.own_time import wait
 
 LARGEST_FILE = 2**28  # bytes
@@ -57,9 +58,7 @@ def event(line: str) -> dict[str, Any]:
 
 def ending(code: int) -> str:
     """Describe how a process ended, by its exit code: "with exit code 3", "by SIGKILL"."""
-    if code >= 0:
-        return f"with exit code {code}"
-    return f"by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"by signal {-code}"
+    return f"with exit code {code}" if code >= 0 else f"by {signal_name(-code)}"
 
 
 def last_words(output: Path) -> list[str]:
