@@ -82,6 +82,20 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["extra.weight", "transformer.h.0.attn.gate.weight", "mtp.layers.0.weight"])
+def test_a_tensor_that_the_model_does_not_know_is_refused_unless_a_text_model_leaves_it_out(tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, "gpt2")
+    tensors = {**load_file(tmp_path / "model.safetensors"), name: torch.zeros(3)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    if name.startswith("mtp."):
+        load(tmp_path).close()
+        return
+    with pytest.raises(ModelLoadError, match=f"holds {name}, which the model doesn't know"):
+        load(tmp_path)
+
+
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     saved(tmp_path, "gpt2")
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")

@@ -6,6 +6,7 @@ A native model is preferred. What can't be proven exact is refused (`transformer
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from dovetail_models.transformers_check import check
 
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
+_LEFT_OUT = re.compile(r"(model\.)?(mtp|visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector)\.")  # tensors of other parts
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
 
 
@@ -132,7 +134,7 @@ class TransformersModel(nn.Module):
     def _prove(self, directory: Path) -> None:
         """Run the first layers, as many as have one of each kind, in float32, by themselves and in ragged batches."""
         config, calls = self._shortened
-        model = _loaded(config, directory, torch.float32, 0).to(self._context.device)
+        model = _loaded(config, directory, torch.float32, 0, whole=False).to(self._context.device)
         base = _base_of(model)
 
         def reference(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -178,7 +180,9 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def _loaded(config: Any, directory: Path | None, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+def _loaded(config: Any, directory: Path | None, dtype: torch.dtype, seed: int, *, whole: bool = True) -> PreTrainedModel:
+    """Return the model with the weights from `directory`; None: random ones. `whole`: the checkpoint may hold no tensor that the model doesn't know,
+    but for parts that a text model leaves out. Raises `ModelLoadError`."""
     if directory is None:
         torch.manual_seed(seed)
         return _of_config(config).to(dtype)
@@ -201,6 +205,8 @@ def _loaded(config: Any, directory: Path | None, dtype: torch.dtype, seed: int) 
     missing, misshapen = info["missing_keys"], [key for key, *_ in info["mismatched_keys"]]
     problems = [f"lacks {some_of(missing)}"] if missing else []
     problems += [f"holds tensors of other shapes than the config says: {some_of(misshapen)}"] if misshapen else []
+    unknown = [name for name in info["unexpected_keys"] if not _LEFT_OUT.match(name)] if whole else []
+    problems += [f"holds {some_of(unknown)}, which the model doesn't know"] if unknown else []
     if problems:
         raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
     return _ready(model)
