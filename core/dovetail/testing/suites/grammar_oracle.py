@@ -37,7 +37,6 @@ def vocabulary(*, stops: int = 3, padding: int = 3, without: bytes | None = None
 
 
 CONTEXT = vocabulary()
-LONGEST_TOKEN = max(len(token) for token in CONTEXT.token_bytes if token)
 
 
 def text_of(token: int) -> bytes:
