@@ -134,7 +134,7 @@ def test_who_waits_for_memory_says_so(log: Logged) -> None:
     reasons = {
         phase["args"].get("why") for _, phases in log.lives().values() for phase in phases if phase["name"].startswith(("waiting", "preempted"))
     }
-    assert "not enough KV blocks, even by evicting everyone offered" in reasons
+    assert "not enough KV blocks, even if all offered requests were evicted" in reasons
 
 
 def test_who_is_prefilled_decodes_afterwards(log: Logged) -> None:

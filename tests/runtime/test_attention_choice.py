@@ -46,7 +46,7 @@ def test_when_no_backend_will_do_every_reason_of_each_is_told() -> None:
         "  - test:WholeBlocks: dtype float32 is not among bfloat16",
         "  - test:WholeBlocks: head size 32 is not among 128",
         "  - test:WholeBlocks: block size 24 is not among 64",
-        "  - test:WholeBlocks: it has no sliding window",
+        "  - test:WholeBlocks: sliding windows aren't supported",
         "  - test:BigBlocks: block size 24 is not among multiples of 32",
     ]
 

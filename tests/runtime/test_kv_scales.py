@@ -158,5 +158,5 @@ def test_a_cache_dtype_that_no_backend_keeps_is_refused_with_each_ones_reason() 
     with pytest.raises(UnsupportedError) as error:
         loaded(kv_cache_dtype="bfloat16")
     assert "no attention backend can serve this model on cpu in float32 with K and V in bfloat16" in str(error.value)
-    assert "dovetail:torch: it can't keep K and V in bfloat16, only in float8_e4m3fn" in str(error.value)
-    assert "dovetail:flash_attn: it can't keep K and V in bfloat16\n" in str(error.value) + "\n"
+    assert "dovetail:torch: the KV cache can't be bfloat16, only in float8_e4m3fn" in str(error.value)
+    assert "dovetail:flash_attn: the KV cache can't be bfloat16\n" in str(error.value) + "\n"

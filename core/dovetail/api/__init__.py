@@ -1,6 +1,6 @@
-"""The interfaces that plugin authors import: one file for each kind of component, and `component.py` for declaring them.
+"""Interfaces for plugin authors: one module per kind of component, and `component` for declaring them.
 
-These names can also be imported from here, and are loaded when first used: `from dovetail.api import ComponentSpec, Scheduler, hookimpl`.
+All names can also be imported from here; modules are loaded on first use: `from dovetail.api import ComponentSpec, Scheduler, hookimpl`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's clock, which can be replaced: a wall clock for serving, a virtual one for simulation."""
+"""The engine's clocks: a wall clock for serving, a virtual one for simulation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 
 class Clock(ABC):
-    """A clock that counts seconds from an arbitrary start and never goes backwards."""
+    """Monotonic clock that counts seconds from an arbitrary start."""
 
     @abstractmethod
     def now(self) -> float:
@@ -15,14 +15,14 @@ class Clock(ABC):
 
     @abstractmethod
     def wait_until(self, instant: float) -> None:
-        """Wait until `instant`, or a little longer on a clock of real time; return at once if it has passed."""
+        """Wait at least until `instant`; return at once if it has passed."""
 
 
-LONGEST_SLEEP_S = 1e6  # of one sleep: the system refuses some of the durations that a float can hold
+LONGEST_SLEEP_S = 1e6  # per call of time.sleep, which rejects very large durations
 
 
 class WallClock(Clock):
-    """A clock of real time."""
+    """Real time."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -33,7 +33,7 @@ class WallClock(Clock):
 
 
 class VirtualClock(Clock):
-    """A clock that stands still until it is moved: by an executor in `collect`, or by the engine while it is idle."""
+    """Simulated time, advanced only by an executor in `collect`, or by the engine while it is idle."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,8 +1,8 @@
-"""The declarations by which a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker
-and the eight kinds.
+"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the eight
+kinds.
 
-A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Everything
-here is strings and small values, so that declaring a component imports nothing heavy.
+A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Declarations
+hold only strings and small values, so that declaring a component imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "dovetail.plugins"
 Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that this Dovetail offers
+API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "scheduler": "0.4",
     "kv_cache": "0.2",
     "attention": "0.2",
@@ -39,29 +39,28 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class NoOptions(BaseModel):
-    """The options model of a component without options: any key is an error."""
+    """Options model of a component without options: any key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """One component that a plugin offers. Raises `PluginError` if a field is malformed.
+    """One component that a plugin provides. Raises `PluginError` if a field is malformed.
 
-    `target` and `options` are imported only when the component is used (`options` also to check a config). `requires` are requirement
-    strings (PEP 508) of packages that the target needs beyond its distribution's own dependencies; if one is missing when the component is
-    used, the error names it.
+    `target` and `options` are imported only when the component is used (`options` also to validate a config). `requires`: PEP 508 requirements
+    of the target beyond its distribution's dependencies; if one is missing when the component is used, the error names it.
     """
 
     kind: Kind
     name: str  # lower case letters, digits, "-" and "_"
-    target: str  # "package.module:Class", made as Class(options, context)
-    api: str = "0.1"  # the version of the kind's interface that it was written for, "major.minor"
+    target: str  # "package.module:Class", instantiated as Class(options, context)
+    api: str = "0.1"  # the interface version that it was written for, "major.minor"
     options: str | None = None  # "package.module:Model", a pydantic model; None: no options
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()  # kind model: the Hugging Face `architectures` that it serves; "*": any that no other does
-    request_extra: str | None = None  # "package.module:Model", a pydantic model that checks a request's `extra` for this distribution
+    architectures: tuple[str, ...] = ()  # kind model: Hugging Face `architectures`; "*": any that no other component names
+    request_extra: str | None = None  # "package.module:Model", a pydantic model that validates this distribution's part of a request's `extra`
 
     def __post_init__(self) -> None:
         def wrong(what: str, value: object, right: str) -> PluginError:
@@ -82,12 +81,12 @@ class ComponentSpec:
             if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
                 raise wrong(what, names, "a tuple of strings")
         if self.architectures and self.kind != "model":
-            raise wrong("architectures", self.architectures, "nothing: only the kind 'model' has them")
+            raise wrong("architectures", self.architectures, "(): only kind 'model' has architectures")
 
 
 @dataclass(frozen=True, slots=True)
 class CommandSpec:
-    """A subcommand that a plugin adds to the `dovetail` command. `target` is a `typer.Typer` app or a function, imported when called."""
+    """Subcommand that a plugin adds to `dovetail`. `target` is a `typer.Typer` app or a function, imported when called."""
 
     name: str
     target: str  # "package.module:app"
@@ -102,10 +101,10 @@ class CommandSpec:
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """A model directory that a plugin ships at `path` inside `package`; importlib.resources finds it when it is used.
+    """Model directory that a plugin ships at `path` inside `package`; resolved with importlib.resources on use.
 
-    Only built-in models have a short name; any other is called "distribution:name", so that installing a plugin never
-    changes the meaning of a hub id or a directory.
+    Only built-in models have a short name; others are called "distribution:name", so that installing a plugin never changes the meaning of a hub
+    id or a directory.
     """
 
     name: str
@@ -123,14 +122,14 @@ class BundledModel:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """A way in which checkpoints store the weights of linear layers. `target` is imported when a checkpoint says so, and made from its
+    """Weight format of linear layers in checkpoints. `target` is imported when a checkpoint names it, and constructed from the checkpoint's
     `quantization_config`. Raises `PluginError` if a field is malformed.
     """
 
-    name: str  # the `quant_method` that it reads
-    target: str  # "package.module:Class", a subclass of `dovetail.nn.format.Quantization`, made as Class(quantization_config)
+    name: str  # the checkpoint's `quant_method`
+    target: str  # "package.module:Class", a subclass of `dovetail.nn.format.Quantization`, instantiated as Class(quantization_config)
     summary: str = ""  # one line for `dovetail plugins info`
-    quantizes: bool = False  # it can quantize a plain checkpoint while that is loaded: then it is made as Class(None)
+    quantizes: bool = False  # can quantize a plain checkpoint while loading; instantiated as Class(None) for that
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):

@@ -1,7 +1,7 @@
-"""The observer: it is told what the engine does, and can change nothing. One that raises is named in the log once, and dropped after a few more.
+"""Observer: receives engine events and can't change anything. One that raises is logged once, and dropped after repeated errors.
 
-Events are frozen values; without observers the engine makes none. Times are seconds on the engine's clock. Requests are read-only, and so is what
-they lead to. An id may come again once its request has ended.
+Events are frozen values; without observers the engine creates none. Times are seconds on the engine's clock. Requests, and everything they
+refer to, are read-only. An id may be reused once its request has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dovetail.request import FinishReason, Request
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
     time: float
-    scheduler: str  # this and the next ones: qualified names
+    scheduler: str  # qualified name, as in the next fields
     kv_cache: str
     executor: str
     num_blocks: int
@@ -36,7 +36,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
-    """A request got its first blocks, or got blocks again after a preemption."""
+    """A request received its first blocks, or blocks again after a preemption."""
 
     time: float
     request: Request
@@ -55,12 +55,12 @@ class RequestFinished:
     request: Request
     finish_reason: FinishReason
     stop_reason: int | str | None
-    more_steps: bool = False  # a `StepFinished` is still to come of a step that was planned before it ended
+    more_steps: bool = False  # a `StepFinished` that includes it is still to come
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One act of the policy in a step; `act` is "granted", "refused", "preempted", "rejected" or "noted"."""
+    """One decision of the policy in a step; `act` is "granted", "refused", "preempted", "rejected" or "noted"."""
 
     request: Request
     act: str
@@ -70,23 +70,23 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """A step whose results are in. Requests are counted after it."""
+    """A step has finished. Requests are counted after the step."""
 
     index: int
     planned: float  # when it was planned
-    started: float  # when the device began it
+    started: float  # when the device started it
     ended: float
     prefill_tokens: int
     decode_tokens: int
     generated_tokens: int  # tokens delivered
-    cached_tokens: int  # tokens that requests admitted in it found in the prefix cache
+    cached_tokens: int  # prefix-cache hits of the requests admitted in it
     waiting: int
     running: int
     preempted: int  # requests preempted while it was planned
-    recomputed_tokens: int  # how many of prefill_tokens had been computed before and lost by preemption
+    recomputed_tokens: int  # prefill tokens that had been computed before a preemption
     blocks: BlockCounts
-    core_s: float  # wall time that the core itself spent on it: planning, batch, results
-    decisions: tuple[Decision, ...] = ()  # empty unless an observer wanted them when the step was planned
+    core_s: float  # wall time spent by the core: planning, batch, results
+    decisions: tuple[Decision, ...] = ()  # empty unless an observer had requested them when the step was planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class EngineStopped:
 
 @dataclass(frozen=True, slots=True)
 class ObserverContext:
-    """Constants that an observer receives when it is made."""
+    """Constants passed to an observer's constructor."""
 
     max_num_seqs: int
     total_blocks: int
@@ -105,14 +105,14 @@ class ObserverContext:
 
 @dataclass(frozen=True, slots=True)
 class ObserverCapabilities:
-    """The features that an observer declares. `decisions`: it wants `StepFinished.decisions` filled."""
+    """What an observer requests. `decisions`: fill `StepFinished.decisions`."""
 
     decisions: bool = False
 
 
 class Observer(ABC):
-    """An observer overrides the methods for the events that it wants. They are called from the engine's thread and should return quickly. It may keep
-    a request, and numbers by its id, until `on_finished`, or until the next `on_step` if `RequestFinished.more_steps` is true."""
+    """Override the methods for the events you need. They are called from the engine's thread and should return quickly. An observer may keep a
+    request, and values by its id, until `on_finished`, or until the next `on_step` if `RequestFinished.more_steps` is true."""
 
     capabilities = ObserverCapabilities()
     options: BaseModel
@@ -121,7 +121,7 @@ class Observer(ABC):
         self.options, self.context = options, context
 
     def on_started(self, event: EngineStarted) -> None:
-        """Called first. May raise `ConfigError` if the observer can't do what its options say: then the engine doesn't start."""
+        """Called first. May raise `ConfigError` if the options can't be satisfied: then the engine doesn't start."""
 
     def on_arrived(self, event: RequestArrived) -> None: ...
 

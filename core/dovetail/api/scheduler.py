@@ -1,6 +1,6 @@
-"""The interface of a scheduling policy. The policy decides which requests run; the step (`dovetail.engine.step`) keeps the books.
+"""Scheduling policy: decides which requests run. The step (`dovetail.engine.step`) does the accounting.
 
-A policy subclasses `Scheduler` and grants tokens in `schedule`. Prefill, decode, chunked prefill and re-prefill after a preemption are all the
+A policy subclasses `Scheduler` and grants tokens in `schedule`. Prefill, decode, chunked prefill and re-prefill after preemption are all the
 same here: a number of tokens. The core overlaps planning and computing without any policy's help. All times are seconds on the engine's clock.
 """
 
@@ -18,18 +18,18 @@ from dovetail.request import Request
 
 
 class Refusal(Enum):
-    """The reason why a grant was refused."""
+    """Reason why a grant was refused."""
 
     BUDGET = "fewer than min_tokens left in this step's token budget"
-    PACE = "more prompt tokens would let streamed answers wait too long for their next token"
+    PACE = "more prompt tokens would raise the inter-token latency of streamed answers too much"
     SEATS = "max_num_seqs requests run in this step already"
-    MEMORY = "not enough KV blocks, even by evicting everyone offered"
-    NOT_NOW = "granted, evicted or rejected in this step already, or tokens in flight must come back first"
+    MEMORY = "not enough KV blocks, even if all offered requests were evicted"
+    NOT_NOW = "granted, evicted or rejected in this step already, or waiting for tokens in flight"
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The answer to `Step.grant`. `tokens` are computed and charged to the budget (cached ones are neither). False in a condition if refused."""
+    """Result of `Step.grant`. `tokens`: number of tokens computed and charged to the budget (cached ones are neither). Falsy if refused."""
 
     tokens: int = 0
     refused: Refusal | None = None
@@ -40,7 +40,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from `free_blocks`, tokens cached now."""
+    """Cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from `free_blocks`, tokens cached now."""
 
     tokens: int
     blocks: int
@@ -48,16 +48,16 @@ class Cost:
 
 
 class Fit(NamedTuple):
-    """The grounds of `Step.estimate_s`. `steps`: number of finished steps that it has seen. `error`: by how much it is off for them, as a share of
-    the time that each took (root mean square; newer steps count more); infinity until there are more of them than terms to fit."""
+    """Quality of `Step.estimate_s`. `steps`: number of finished steps that were fitted. `error`: root mean square of the relative error on them
+    (newer steps weigh more); infinity until there are more steps than terms to fit."""
 
     steps: int
     error: float
 
 
 class Ran(NamedTuple):
-    """The tokens of one request in a finished step. `computed`: tokens whose K and V were computed. `generated`: tokens given to the client; 0 for a
-    chunk that doesn't end a prefill. Results that are thrown away don't count."""
+    """Tokens of one request in a finished step. `computed`: tokens whose K and V were computed. `generated`: tokens delivered to the client; 0 for a
+    chunk that doesn't end a prefill. Discarded results don't count."""
 
     request: Request
     computed: int
@@ -66,7 +66,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step whose results are in. Times are seconds on the engine's clock, both on the device."""
+    """A finished step. Times are seconds on the engine's clock at which the device started and ended it."""
 
     index: int
     started: float
@@ -76,9 +76,9 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The capabilities of the kind: what a policy promises. The conformance suite checks `order`. The next four are exemptions, which its verdict
-    prints: the policy may leave room unused, pass a request over while others arrive, reject requests, or compute prompts in steps without the
-    decodes. `paced`: whether the engine's `pace` bounds the prompt tokens of its steps."""
+    """What a policy promises. The conformance suite checks `order`. The next four are exemptions, which its verdict prints: the policy may leave room
+    unused, pass a request over while others arrive, reject requests, or compute prompts in steps without the decodes. `paced`: whether the engine's
+    `pace` caps the prompt tokens of its steps."""
 
     order: Literal["arrival", "priority", "deadline"] | None = None
     idles: bool = False
@@ -89,13 +89,13 @@ class Claims:
 
     @property
     def is_paced(self) -> bool:
-        """Return `paced`, resolved."""
+        """Return `paced` with None resolved."""
         return not self.stalls if self.paced is None else self.paced
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """Constants that a policy receives when it is made. As in every value type here, fields are only ever added."""
+    """Constants passed to a policy's constructor. Fields of all value types here are only ever added."""
 
     max_tokens: int  # token budget of a step
     max_seqs: int
@@ -105,24 +105,24 @@ class SchedulerContext:
 
 
 class Step(Protocol):
-    """A step being planned. It is closed once `schedule` returns: later use raises `PolicyError`. A decode isn't always one token.
+    """The step being planned. It is closed once `schedule` returns: later use raises `PolicyError`. A decode isn't always one token.
 
     `waiting` (no blocks), `running` (blocks) and `decoding` (running, prefill done or in flight) are ordered by (arrival_time, order added),
-    preempted requests too. Each access gives a tuple that later calls don't change. A request whose last allowed token is in flight is in
-    none of them; nor is a sample of n > 1 while a sibling computes their prompt, which is in `held_back`.
+    including preempted requests. Each access returns a tuple that later calls don't change. A request with its last allowed token in flight is in
+    none of them. Neither is a sample of n > 1 while a sibling computes their prompt; it is in `held_back`.
     """
 
     @property
     def index(self) -> int:
-        """The step's number, from 0."""
+        """Number of the step, from 0."""
 
     @property
     def now(self) -> float:
-        """The time of planning; under overlap the previous step is still in flight."""
+        """Time of planning; with overlap the previous step is still in flight."""
 
     @property
     def tokens_left(self) -> int:
-        """The rest of this step's token budget."""
+        """Remaining token budget of this step."""
 
     @property
     def seqs_left(self) -> int:
@@ -130,7 +130,7 @@ class Step(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that grants can still take: empty ones, and cached ones that nobody holds."""
+        """Number of blocks that grants can still take: empty ones, and cached ones that no request holds."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -150,18 +150,18 @@ class Step(Protocol):
 
     @property
     def in_flight_until(self) -> float:
-        """The time by which the steps in flight will have ended, by the core's estimate; never before `now`, and `now` if there are none."""
+        """Estimated time at which the steps in flight end; never before `now`, and `now` if there are none."""
 
     @property
     def fit(self) -> Fit:
-        """The measurements on which `estimate_s` rests, and how far off it is."""
+        """Number of steps behind `estimate_s`, and its error."""
 
     def shared_tokens(self, one: Request, other: Request) -> int:
-        """Return how many prompt tokens one of the two could take over from the other: the whole blocks with which both prompts begin, without the
-        last token of the shorter one, which is always computed. 0 if their `cache_keys` differ or the manager shares nothing. O(prompt)."""
+        """Return how many prompt tokens one of the two could reuse from the other: the whole blocks that both prompts begin with, without the last
+        token of the shorter one, which is always computed. 0 if their `cache_keys` differ or the manager shares nothing. O(prompt)."""
 
     def cost(self, request: Request) -> Cost:
-        """Return what granting the request would cost. Changes nothing; O(cached blocks). Any grant may change the answer for other requests."""
+        """Return the cost of granting the request. Changes nothing; O(cached blocks). Any grant may change the cost of other requests."""
 
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
         """Estimate the device time of such a step from the core's running fit to finished steps (also in simulation); 0.0 before the first.
@@ -180,42 +180,43 @@ class Step(Protocol):
     ) -> Grant:
         """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all n; or refuse, with nothing changed.
 
-        While answers are streamed, the engine's `pace` bounds the prompt tokens of a step too, for all policies but those that claim not to be
-        `paced`. Fewer of n run then, with blocks for all n nevertheless: never fewer than `min_tokens`, which the first prompt of a step gets in any
-        case. `reserve` takes the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat or too little
-        memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none, if all of them wouldn't
-        free enough. `evict` is read up to `request` itself: those after it keep their blocks. Requests without blocks are skipped, and
-        those whose tokens of this very step `request` would find in the cache, or whose blocks it would fork. The iterable
-        `evict` must not act on the step. Raises `PolicyError` on misuse (a finished request, one of another engine, meaningless numbers).
+        While answers are streamed, the engine's `pace` also caps the prompt tokens of a step, for all policies except those that claim not to be
+        `paced`. Fewer than n may run then, with blocks for all n nevertheless, but at least `min_tokens`, and the first prompt of a step always gets
+        those. `reserve` allocates the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat or too
+        little memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none if evicting all of them
+        wouldn't free enough. `evict` is read up to `request` itself: requests after it keep their blocks. Skipped are requests without blocks, and
+        those with tokens of this very step that `request` would find in the cache, or with blocks that it would fork. The iterable `evict` must not
+        act
+        on the step. Raises `PolicyError` on misuse (a finished request, one of another engine, invalid numbers).
         """
 
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
-        """Call `grant(r)` for each request in order, quickly (the common case: all running decodes). Returns the refused ones, in order."""
+        """Call `grant(r)` for each request in order; fast path for all running decodes. Returns the refused ones, in order."""
 
     def preempt(self, request: Request) -> None:
-        """Free its blocks and take back its grant. Its tokens stay and are prefilled again later. Requests admitted in this step that build on
-        tokens which it was to compute are preempted too. Does nothing if that has happened to it, or if its last token is in flight."""
+        """Free its blocks and revoke its grant. Its tokens are kept and prefilled again later. Requests admitted in this step that reuse tokens which
+        it was to compute are preempted too. Does nothing if it has been preempted already, or if its last token is in flight."""
 
     def reject(self, request: Request, reason: str) -> None:
-        """Finish a waiting or running request as "rejected"; its client sees the reason. Its grant is taken back at once, and its blocks come free
+        """Finish a waiting or running request as "rejected"; its client gets the reason. Its grant is revoked at once, and its blocks become free
         after this step. Does nothing if its last token is in flight."""
 
     def wake_at(self, time: float) -> None:
-        """Ask to plan again by `time` (finite, > now; the earliest counts). Arrivals and results lead to planning anyway."""
+        """Request planning by `time` (finite, > now; the earliest counts). Arrivals and results trigger planning anyway."""
 
     def note(self, request: Request, why: str) -> None:
-        """Put a policy's reason into the decision log. The core itself logs grants, refusals, preemptions and rejections."""
+        """Add the policy's reason to the decision log. The core logs grants, refusals, preemptions and rejections itself."""
 
 
 class Scheduler(ABC):
-    """A scheduling policy. One thread calls it, never re-entrantly, and calls no other method during `schedule`.
+    """Base class of policies. All calls come from one thread, never re-entrantly; no other method is called during `schedule`.
 
-    The order of calls doesn't depend on the device's speed: arrivals and results of N-1, then schedule(N+1) with N in flight (overlap off:
+    The order of calls doesn't depend on the device's speed: arrivals and results of N-1, then schedule(N+1) with N in flight (without overlap:
     results of N, then schedule(N+1)).
 
-    A policy may keep Requests, and numbers by their ids, until `on_finished`, after which an id may come again; numbers by client as long as it
-    likes; and `random.Random(context.seed)`. It may not read another clock, block, or write to a Request. An error that it raises ends the engine;
-    the message names the policy."""
+    A policy may keep requests, and values by their ids, until `on_finished`, after which an id may be reused; values by client indefinitely; and
+    `random.Random(context.seed)`. It may not read another clock, block, or modify a request. An exception from a policy ends the engine; the message
+    names the policy."""
 
     claims = Claims()
     options: BaseModel  # a subclass narrows it: `options: MyOptions`
@@ -228,13 +229,13 @@ class Scheduler(ABC):
         """Plan one step: grant, preempt and reject, in any order and any number of times."""
 
     def on_arrival(self, request: Request) -> None:
-        """Called once for each request, in order of (arrival_time, order added), before a step shows it and never before its arrival time."""
+        """Called once for each request, in order of (arrival_time, order added), at or after its arrival time and before a step shows it."""
 
     def on_step(self, done: StepDone) -> None:
-        """Called when a step's results are in. The next step may already be planned: charge at the grant, settle here."""
+        """Called when a step has finished. The next step may already be planned: charge on grant, settle here."""
 
     def on_preempted(self, request: Request) -> None:
-        """Called after the `schedule` that preempted it; its grant in that step never runs."""
+        """Called after the `schedule` that preempted the request; its grant in that step never runs."""
 
     def on_finished(self, request: Request) -> None:
-        """Called once for each `on_arrival`, whatever the finish_reason, after its last `on_step`."""
+        """Called once for each `on_arrival`, for any finish_reason, after the request's last `on_step`."""

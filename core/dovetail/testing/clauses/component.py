@@ -13,7 +13,7 @@ CLAUSES: Marks = {
     "NoOptions": held("hygiene.options"),
     "ComponentSpec": {
         "imported only when": held("hygiene.declaration", "hygiene.spawn"),
-        "made as Class(options, context)": held("hygiene.signatures", "hygiene.spawn"),
+        "instantiated as Class(options, context)": held("hygiene.signatures", "hygiene.spawn"),
         "a pydantic model; None": held("hygiene.options", "hygiene.options_pickle"),
         "*": TOLD,
     },

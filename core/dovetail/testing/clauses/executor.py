@@ -40,21 +40,19 @@ CLAUSES: Marks = {
     "Masks": held("masks"),
     "HostLogprobs": held("logprobs", "prompt_logprobs"),
     "Result": {
-        "which are the core's": held("ownership"),
+        "owned by the core": held("ownership"),
         "began and ended": held("times", "durations", but="a duration is wrong only if it is less than a hundredth of what passed"),
         "-1: none": held("results"),
-        "one row for each row": held("logprobs"),
+        "one row per row": held("logprobs"),
         "index in the batch -> logprobs": held("prompt_logprobs"),
-        "why this row alone failed": held(
-            "results", "failed_row", but="that a row whose values are NaN is found isn't asked, only that no other is named"
-        ),
+        "why this row failed": held("results", "failed_row", but="that a row whose values are NaN is found isn't asked, only that no other is named"),
     },
     "Executor": TOLD,
     "Executor.start": held("failed_start", "capacity"),
     "Executor.submit": {"as soon as possible": unchecked("no suite judges times"), "uncollected": held("order")},
     "Executor.mask_words": held("masks"),
     "Executor.sample": {
-        "draw one that their mask": held("masks", "masked_draws"),
+        "samples one that its mask": held("masks", "masked_draws"),
         "Log-probabilities": held("masked_logprobs"),
         "Raises `UnsupportedError`": unchecked("the default does, and the core asks nobody who hasn't declared `masks`"),
         "*": held("late", "late_overlap", "masks"),

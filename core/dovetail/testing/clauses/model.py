@@ -8,7 +8,7 @@ CLAUSES: Marks = {
     "module": {"no global context": held("side_by_side"), "*": TOLD},
     "RankShares": TOLD,
     "RankShares.place": {
-        "must be filled": unchecked("the suite's ranks are threads whose group has no `shares`"),
+        "Fill it": unchecked("the suite's ranks are threads whose group has no `shares`"),
         "*": TOLD,
     },
     "ParallelGroup": TOLD,
@@ -31,7 +31,7 @@ CLAUSES: Marks = {
     "WeightRule": {
         "loads the checkpoint's tensor": held("checkpoint"),
         "part of a fused": held("weight_use", "shards"),
-        "`transform` turns": held("transformers"),
+        "`transform` converts": held("transformers"),
         "It gets this rank's part": held("shards"),
         "Two rules may name": held("tied"),
         "may be missing": held("weight_names", "tied"),
@@ -45,5 +45,5 @@ CLAUSES: Marks = {
         but="unknown fields are a choice of seven, unknown ropes of three, and a field that is served is tried with one to three values",
     ),
     "ModelArch.layer_specs": held("layer_specs"),
-    "ModelArch.build": {"uninitialised": held("weight_complete", "dtype"), "*": TOLD},
+    "ModelArch.build": {"uninitialized": held("weight_complete", "dtype"), "*": TOLD},
 }

@@ -10,7 +10,7 @@ from dovetail.testing.clauses import TOLD, Marks, held
 CLAUSES: Marks = {
     "*": TOLD,
     "Step": {"It is closed": held("sound"), "*": TOLD},
-    "Step.grant": {"Raises `PolicyError`": held("sound"), "must not act on the step": held("sound"), "Fewer of n run": held("paced"), "*": TOLD},
+    "Step.grant": {"Raises `PolicyError`": held("sound"), "must not act on the step": held("sound"), "Fewer than n": held("paced"), "*": TOLD},
     "Step.wake_at": held("sound", "finishes"),
     "Claims": {
         "checks `order`": held("order"),
@@ -21,7 +21,7 @@ CLAUSES: Marks = {
     },
     "SchedulerContext": {"token budget": held("budget", "seats"), "*": TOLD},
     "Scheduler": {
-        "may keep Requests": held("forgets"),
+        "may keep requests": held("forgets"),
         "may not read another": held("replay", "read_only", but="a policy that blocks is seen only when it hangs"),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,
