@@ -97,7 +97,7 @@ def test_attention_that_fails_its_trial_is_plain_with_one_warning(
     monkeypatch.setattr(triton_trial, "check", check)
     assert chosen() == "TorchAttention"
     [record] = caplog.records
-    assert record.getMessage().startswith("without the kernel for attention on RTX 4090 (compute capability 8.9), which fails")
+    assert record.getMessage().startswith("the kernel for attention on RTX 4090 (compute capability 8.9) is disabled")
     assert str(error) in record.getMessage()
 
 

@@ -248,7 +248,7 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: rewrite(d, lambda t: t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(12, 7)})),
         r"tensor model.layers.1.mlp.up_proj.weight: expected shape \[12, 8\], found \[12, 7\]",
     ),
-    "quantized numbers": (
+    "quantized values": (
         lambda d: rewrite(d, lambda t: t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(12, 8, dtype=torch.int8)})),
         "tensor model.layers.1.mlp.up_proj.weight: expected float16.* found int8",
     ),

@@ -127,15 +127,15 @@ def test_blocks_may_begin_and_end_within_a_part() -> None:
 @pytest.mark.parametrize(
     ("form", "numbers"),
     [
-        (Float8("block", (128, 128), "weight_scale_inv"), r"256 inputs is 64, which blocks of 128 inputs"),
-        (PackedInt4(128, True), r"256 inputs is 64, which groups of 128 inputs"),
-        (AwqInt4(128, False), r"256 inputs is 64, which groups of 128 inputs"),
+        (Float8("block", (128, 128), "weight_scale_inv"), r"256 inputs is 64, no multiple of the 128 inputs of a block"),
+        (PackedInt4(128, True), r"256 inputs is 64, no multiple of the 128 inputs of a group"),
+        (AwqInt4(128, False), r"256 inputs is 64, no multiple of the 128 inputs of a group"),
     ],
     ids=str,
 )
 def test_what_a_rank_would_have_a_piece_of_is_refused_with_the_numbers(form: Any, numbers: str) -> None:
     layer = RowParallelLinear(256, 64, context(FakeGroup(1, 4), weights_later=True), bias=False)
-    with pytest.raises(UnsupportedError, match=f"a rank's share of {numbers} with one scale don't divide: take fewer ranks"):
+    with pytest.raises(UnsupportedError, match=f"a rank's share of {numbers}: use fewer ranks"):
         layer.take_format(form, CPU)
 
 

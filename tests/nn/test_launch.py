@@ -122,7 +122,7 @@ def test_a_kernel_that_cannot_be_had_is_told_of_once_and_not_tried_again(caplog:
     broken, sound = Kernel(), Kernel()
     broken.error = RuntimeError("out of resource: shared memory,\n Required: 147456")
     for _ in range(3):
-        with pytest.raises(KernelUnavailable, match=r"_kernel of some.module can't be had .* RuntimeError: out of resource: shared memory, R"):
+        with pytest.raises(KernelUnavailable, match=r"_kernel of some.module is unavailable .* RuntimeError: out of resource: shared memory, R"):
             launch(broken, (1,))(1)
     launch(sound, (1,))(1)
     assert (len(broken.compiled), len(caplog.records), len(sound.launched)) == (1, 1, 1)

@@ -1,4 +1,4 @@
-"""Kernels that can't be had on a GPU: everything that has one computes what its twin does."""
+"""With kernels unavailable on a GPU, every function that has one computes what its twin does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     def fail(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> NoReturn:
         names.add(f"{kernel.fn.__module__.split('.')[-1]}.{kernel.fn.__name__}")
-        raise KernelUnavailable("it can't be had")
+        raise KernelUnavailable("unavailable")
 
     monkeypatch.setattr(launch, "_launch", fail)
     for module in [module for name, module in sys.modules.items() if name.startswith("dovetail") and module is not available]:
@@ -146,5 +146,5 @@ def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(request:
         assert torch.equal(ours, plain)
     assert asked == {"changes_kernels._widen", "logprobs._survey"}
     r = ready(rows)
-    with pytest.raises(UnsupportedError, match="can't be had"):  # the runtime then records no such steps
+    with pytest.raises(UnsupportedError, match="unavailable"):  # the runtime then records no such steps
         r.sampler.sample_fully_captured(r.logits, r.rows)

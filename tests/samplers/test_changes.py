@@ -143,7 +143,7 @@ def test_how_many_rows_there_is_room_for_changes_nothing(rows: list[Row], most: 
 @runs_kernels
 def test_log_probabilities_are_captured_without_their_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*asked: object) -> NoReturn:
-        raise KernelUnavailable("it can't be had")
+        raise KernelUnavailable("unavailable")
 
     ways: list[dict[str, Any]] = [{"logprobs": 3, "presence_penalty": 1.0}, {"logprobs": 0}, {}, {"logprobs": 20, "temperature": 0.0}]
     r = ready([Row(np.linspace(0, 3, 30).tolist(), RowSampling(seed=seed, **way), (3,), (29,)) for seed, way in enumerate(ways)], device=str(DEVICE))

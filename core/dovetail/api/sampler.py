@@ -148,4 +148,4 @@ class Sampler(ABC):
         columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` unless `capabilities.cuda_graph_full`,
         and if the device lacks a required feature: then `sample` samples such rows.
         """
-        raise UnsupportedError(f"sampler {type(self).__name__} has no full capture in a CUDA graph")
+        raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in full in a CUDA graph")

@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(  # by what `hidden_act` of a Hugging Face config calls them
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(  # by `hidden_act` of Hugging Face configs
     {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 )
 
 
 def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up of gate_up [tokens, 2 * size], whose first half is the gate -> [tokens, size]. `activation` is one of `ACTIVATIONS`."""
+    """Return activation(gate) * up [tokens, size] for gate_up [tokens, 2 * size]. `activation`: a key of `ACTIVATIONS`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`act_mul` for silu, with a kernel (SwiGLU, arXiv:2002.05202)."""
+    """`act_mul` with silu (SwiGLU, arXiv:2002.05202), which has a kernel."""
     if use_kernels(gate_up):
         from dovetail.nn.kernels import gate as kernels
 

@@ -1,6 +1,6 @@
-"""The first and the last layer of a language model, with the vocabulary split over the ranks of a group.
+"""Embedding and output layers, with the vocabulary split over the ranks of a group.
 
-Each rank holds ceil(vocab / size) rows; the rows past the vocabulary's end are zeros that nobody sees.
+Each rank holds ceil(vocab / size) rows; rows past the end of the vocabulary are zeros and never used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dovetail.nn.parameter import Part, Weight
 
 
 def vocab_weight(vocab_size: int, hidden_size: int, context: BuildContext) -> Weight:
-    """This rank's rows [ceil(vocab / size), hidden] of a matrix with a row for each id."""
+    """Return this rank's rows [ceil(vocab / size), hidden] of a matrix with one row per id."""
     rows = -(-vocab_size // context.parallel.size)
     start = min(context.parallel.rank * rows, vocab_size)
     part = Part((vocab_size, hidden_size), 0, start, min(rows, vocab_size - start))
@@ -27,7 +27,7 @@ def vocab_weight(vocab_size: int, hidden_size: int, context: BuildContext) -> We
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """token_ids [tokens] int64, each a row of weight [rows, hidden] -> [tokens, hidden]."""
+    """Return the rows [tokens, hidden] of weight [rows, hidden] at token_ids [tokens] int64."""
     if use_kernels(token_ids, weight):
         from dovetail.nn.kernels import embedding as kernels
 
@@ -56,7 +56,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class LMHead(Layer):
-    """hidden [n, hidden] -> logits [n, vocab], the same on every rank. `tied`: use this embedding's weight."""
+    """hidden [n, hidden] -> logits [n, vocab], the same on every rank. `tied`: the embedding to share the weight with."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext, *, tied: VocabParallelEmbedding | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Types that torch's modules don't tell type checkers: a layer returns one tensor, and a list of modules holds modules of one kind."""
+"""Types that torch's modules lack: a layer that returns one tensor, and a homogeneous list of modules."""
 
 from __future__ import annotations
 

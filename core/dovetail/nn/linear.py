@@ -1,11 +1,10 @@
-"""Linear layers split over the ranks of a group, the group of one included. Weights are [out, in], as checkpoints have them.
+"""Linear layers split over the ranks of a group (possibly a single one). Weights are [out, in], as in checkpoints.
 
 Column-parallel layers give each rank a share of the outputs; a row-parallel layer takes such shares as its input and sums over the ranks.
-A column-parallel layer and then a row-parallel one need one all-reduce together (Megatron-LM, arXiv:1909.08053).
+A column-parallel layer followed by a row-parallel one needs a single all-reduce (Megatron-LM, arXiv:1909.08053).
 
-What surrounds a layer in a decoder is told to the layer, so that a kernel can do it on the way: the norm of its input, the gate of its outputs, the
-residual stream that it adds to. How the weight is stored, and which kernels multiply it, is the business of its `WeightFormat`
-(`dovetail.nn.format`).
+A layer knows the operations that surround it in a decoder, so that a kernel can fuse them: the norm of its input, the gate of its outputs, the
+residual stream that it adds to. Its `WeightFormat` (`dovetail.nn.format`) defines how the weight is stored and which kernels multiply it.
 """
 
 from __future__ import annotations
@@ -35,26 +34,26 @@ def linear(
     gated: bool = False,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply by plain weights: x [tokens, in] or a residual stream, normed first if there is a norm -> [tokens, out]. `gated`: silu of the first
-    half of the outputs, times the second half. `into` [tokens, out]: memory for the result, instead of new."""
+    """Multiply x [tokens, in], or a residual stream, by plain weights, normed first if `norm` is given -> [tokens, out]. `gated`: silu of the
+    first half of the outputs, times the second half. `into` [tokens, out]: memory for the result."""
     return DENSE.columns(weight, x, bias, norm, gated=gated, into=into)
 
 
 class LinearLayer(Layer):
-    """A layer with a weight [outputs, inputs] in some format. Where a context says that weights come later, it is on the meta device at first, and
-    `take_format` gives it memory."""
+    """Layer with a weight [outputs, inputs] in some format. If the context says `weights_later`, the weight is on the meta device until
+    `take_format` allocates it."""
 
-    weight: Any  # what the format's `allocate` made
+    weight: Any  # returned by the format's `allocate`
     format: WeightFormat = DENSE
 
     def take_format(self, form: WeightFormat, device: torch.device) -> None:
-        """Allocate the weight on `device` as `form` stores it. Raises `UnsupportedError` where a size isn't one that it can store."""
+        """Allocate the weight on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
         self.format, self.weight = form, form.allocate(self.weight, device)
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One of the layers that are computed as one: this rank has outputs [start, start + size) of `out_features`."""
+    """One of several merged layers: this rank has outputs [start, start + size) of `out_features`."""
 
     out_features: int
     start: int
@@ -62,9 +61,9 @@ class Columns:
 
 
 class MergedColumnParallelLinear(LinearLayer):
-    """Several linear layers of one input, computed as one: their outputs lie beside each other, in the order of `parts` (shard id -> columns).
+    """Several linear layers with the same input, merged: their outputs are concatenated in the order of `parts` (shard id -> columns).
 
-    x [tokens, in] or a residual stream, normed first if there is a norm -> [tokens, sum of this rank's sizes].
+    x [tokens, in] or a residual stream, normed first if `norm` is given -> [tokens, sum of this rank's sizes].
     """
 
     def __init__(self, in_features: int, parts: Mapping[str | None, Columns], context: BuildContext, *, bias: bool) -> None:
@@ -92,9 +91,9 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """x [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_size] of this rank's heads: q, then k, then v.
+    """x [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_size] for this rank's heads: q, then k, then v.
 
-    The arguments are of the whole model. With more ranks than K and V heads, several ranks hold the same one. Shard ids: "q", "k", "v".
+    Arguments are those of the whole model. With more ranks than K and V heads, several ranks hold the same head. Shard ids: "q", "k", "v".
     """
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_size: int, context: BuildContext, *, bias: bool) -> None:
@@ -106,11 +105,11 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """x [tokens, hidden], normed first if there is a norm -> activation(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
+    """x [tokens, hidden], normed first if `norm` is given -> activation(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, context: BuildContext, *, bias: bool, activation: str = "silu") -> None:
-        """`activation`: one of `dovetail.nn.activation.ACTIVATIONS`, named as `hidden_act` of a Hugging Face config; silu alone is computed by the
-        kernels of the product itself. Raises `UnsupportedError` for another."""
+        """`activation`: a key of `dovetail.nn.activation.ACTIVATIONS`, named like `hidden_act` in a Hugging Face config; only silu is fused into
+        the product's kernels. Raises `UnsupportedError` for any other."""
         if activation not in ACTIVATIONS:
             raise UnsupportedError(f"hidden_act = {activation!r} is not implemented (implemented: {', '.join(ACTIVATIONS)})")
         size = share(intermediate_size, context.parallel, "intermediate_size")
@@ -139,7 +138,7 @@ class RowParallelLinear(LinearLayer):
         return self.group.all_reduce(self.format.columns(self.weight, x, self.bias if self.group.rank == 0 else None))
 
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
-        """The stream gets self(x) [tokens, out]."""
+        """Add self(x) [tokens, out] to the stream."""
         x = x.contiguous()
         if self.group.size > 1 or self.bias is not None:
             self._add_sum_to(residual, x)

@@ -1,4 +1,4 @@
-"""Log-probabilities of the raw distribution, for samplers and for prompts."""
+"""Log-probabilities of the unmodified distribution, for samplers and prompts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from dovetail.api.sampler import TopLogprobs
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 
-FEW = 32  # of the likeliest, that a kernel takes one by one
-AT_ONCE = 1 << 24  # logits that are worked on without a kernel: each takes some 30 bytes meanwhile
+FEW = 32  # most likely tokens that a kernel selects one by one
+AT_ONCE = 1 << 24  # logits processed at once without a kernel: each needs some 30 bytes of temporary memory
 
 
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
 ) -> TopLogprobs:
-    """From logits [n, vocab], any float dtype, return the log-probabilities of `token_ids` [n] int64, then of the k likeliest of each row (all of
-    them if k > vocab), best first, of equals the lowest id. Computed in float32. A token's rank is 1 + how many are strictly likelier.
+    """Return the log-probabilities, under logits [n, vocab] of any float dtype, of `token_ids` [n] int64, followed by the k most likely tokens of
+    each
+    row (all of them if k > vocab), best first, ties by lowest id. Computed in float32. A token's rank is 1 + the number of strictly more likely ones.
 
-    With `rows` [n] int64, no more than the first asked[rows[i]] ([any] int32, at most k) of the likeliest are defined for the i-th; nothing at all if
-    that is negative. Device work that a CUDA graph can record."""
+    With `rows` [n] int64, only the first asked[rows[i]] (asked [any] int32, at most k) of the most likely are defined for row i; nothing at all if
+    that is negative. Can be recorded in a CUDA graph."""
     k = min(k, logits.shape[1])
     if k <= FEW and logits.stride(1) == 1 and use_kernels(token_ids):
         from dovetail.nn.kernels import logprobs as kernels
@@ -37,12 +38,12 @@ def _top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tupl
     own_ids = token_ids[:, None]
     ids = torch.cat((own_ids, _likeliest(logits, k)), dim=1)
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # [n, vocab]
-    ranks = 1 + (logits > logits.gather(1, own_ids)).sum(dim=1)  # of logits: close ones may have equal logprobs
+    ranks = 1 + (logits > logits.gather(1, own_ids)).sum(dim=1)  # from logits: close ones may have equal logprobs
     return ids, logprobs.gather(1, ids), ranks
 
 
 def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """[n, k] int64: by logit and then by id, both in one integer, since `topk` takes any of equals."""
+    """Return [n, k] int64, sorted by logit, then by id: both packed into one integer, since `topk` returns ties in any order."""
     bits = (logits.to(torch.float32) + 0.0).view(torch.int32)  # -0 + 0 is 0
     order = torch.where(logits.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     lowest_first = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)

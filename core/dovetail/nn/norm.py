@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv:1910.07467): of a token, and of the heads of q and k."""
+"""RMSNorm (arXiv:1910.07467) of tokens, and of the heads of q and k."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dovetail.nn.parameter import Part, Weight, whole
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size] / sqrt(mean(x²) + eps) * weight, over the last dimension; the mean in float32 or better, the result in x's dtype.
+    """Return x [..., size] / sqrt(mean(x²) + eps) * weight, over the last dimension; the mean in at least float32, the result in x's dtype.
 
-    `weight` [size], or anything that x can be multiplied by, like [heads, size].
+    `weight` [size], or any shape that broadcasts to x, such as [heads, size].
     """
     if x.device.type == "cpu" and x.dtype == torch.float32:
         return _rms_norm_in_few_ops(x, weight, eps)
@@ -33,7 +33,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rms_norm_in_few_ops(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """On a CPU, torch's own takes twice as many operations, and a small step is as long as its operations are many."""
+    """RMS norm in few operations: torch's own takes twice as many on a CPU, which dominates the time of small steps."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).mul_(weight)
@@ -59,7 +59,7 @@ class RMSNorm(Layer):
 class QKNorm(Layer):
     """Norms each head of q and k: qk [tokens, heads + kv_heads, head_size], q's heads first -> the same shape. Counts are this rank's.
 
-    q's heads share a weight [head_size], k's another; they are held once a head, so that both are normed as one. Shard ids: "q", "k".
+    q's heads share a weight [head_size], k's another; these are repeated for each head, so that q and k are normed together. Shard ids: "q", "k".
     """
 
     def __init__(self, heads: int, kv_heads: int, head_size: int, eps: float, context: BuildContext) -> None:

@@ -1,6 +1,6 @@
-"""Parameters that know which part of a checkpoint's tensor is theirs, so that each rank reads only its own, straight into place.
+"""Parameters that know their part of a checkpoint's tensors, so that each rank reads only its own part, directly into place.
 
-A fused parameter (q, k and v; gate and up) has one `Part` for each tensor that it is made of. Layers make them, `runtime.weights` loads them.
+A fused parameter (q, k and v; gate and up) has one `Part` for each of its tensors. Layers create them, `runtime.weights` loads them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Transform = Callable[[torch.Tensor], torch.Tensor]  # see `WeightRule.transform`
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Indices [start, start + size) along `dim` of a checkpoint's tensor, which go to [at, at + size) along `dim` of the parameter; and again
-    behind that, if there are to be several copies."""
+    """Indices [start, start + size) along `dim` of a checkpoint's tensor, which go to [at, at + size) along `dim` of the parameter, repeated after
+    that for further copies."""
 
     source_shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     dim: int
@@ -31,8 +31,8 @@ class Part:
     copies: int = 1
 
     def read(self, source: Any, transform: Transform | None = None, device: torch.device | None = None) -> torch.Tensor:
-        """This part of `source`, with its copies: a safetensors slice (only this part is read) or a tensor; `transform` gets its numbers in float32,
-        on `device` if there is one. Raises `ModelLoadError` when `source` has another shape, or numbers that mean nothing without a scale."""
+        """Read this part of `source`, a safetensors slice (only this part is read) or a tensor, repeated for its copies. `transform` gets the values
+        in float32, on `device` if given. Raises `ModelLoadError` if `source` has another shape, or a dtype that requires a scale."""
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if shape != self.source_shape:
             raise ModelLoadError(f"expected shape {list(self.source_shape)}, found {list(shape)}")
@@ -46,15 +46,15 @@ class Part:
         return values if self.copies == 1 else torch.cat([values] * self.copies, dim=self.dim)
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a view of its part of the parameter, with all its copies."""
+        """Return a view of this part of the parameter, with all its copies."""
         return parameter.narrow(self.dim, self.at, self.size * self.copies)
 
 
 class Weight(nn.Parameter):
-    """A parameter without gradient, made of `parts`: shard id -> part; the shard id None is a parameter made of a single tensor.
+    """Parameter without gradient, made of `parts`: shard id -> part; the shard id None is for a single tensor.
 
-    `scale`: it multiplies (a norm's weight), so 1 changes nothing. What no part covers (padding of a vocabulary) is 0. `later`: it is on the meta
-    device, until its layer takes a format.
+    `scale`: a multiplier (a norm's weight), so that 1 is the identity. Anything not covered by a part (padding of a vocabulary) is 0. `later`: it
+    stays on the meta device until its layer takes a format.
     """
 
     parts: Mapping[str | None, Part]
@@ -80,33 +80,33 @@ class Weight(nn.Parameter):
         super().__init__()
 
     def on(self, device: torch.device) -> Weight:
-        """Return a parameter of the same parts on `device`, uninitialised."""
+        """Return a parameter with the same parts on `device`, uninitialized."""
         weight: Weight = nn.Parameter.__new__(Weight, torch.empty_like(self.data, device=device), requires_grad=False)
         weight.parts, weight.scale = self.parts, self.scale
         return weight
 
     @torch.no_grad()
     def load(self, source: Any, shard_id: str | None = None, transform: Transform | None = None) -> None:
-        """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors slice) to its place, transformed as
-        `WeightRule.transform` says and converted to the parameter's dtype and device. Raises `ModelLoadError` when its shape or dtype is wrong."""
+        """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors slice) into place, with `transform` (see
+        `WeightRule.transform`) applied and converted to the parameter's dtype and device. Raises `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
         part.place(self.data).copy_(part.read(source, transform))
 
 
 def whole(shape: tuple[int, ...], context: BuildContext, *, scale: bool = False) -> Weight:
-    """A parameter that every rank holds whole."""
+    """Return a parameter that every rank holds whole."""
     return Weight(shape, {None: Part(shape, 0, 0, shape[0])}, context, scale=scale)
 
 
 def share(total: int, group: ParallelGroup, what: str) -> int:
-    """Return how many of `total` each rank gets. Raises `UnsupportedError` naming `what` when they can't be split evenly."""
+    """Return each rank's share of `total`. Raises `UnsupportedError` that names `what` if it can't be split evenly."""
     if total % group.size:
         raise UnsupportedError(f"{what} ({total}) can't be split evenly over {group.size} ranks")
     return total // group.size
 
 
 def kv_share(kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """(first, count) of the K and V heads of this rank. With more ranks than heads, several ranks hold the same head."""
+    """Return (first, count) of this rank's K and V heads. With more ranks than heads, several ranks hold the same head."""
     if group.size <= kv_heads:
         count = share(kv_heads, group, "num_key_value_heads")
         return group.rank * count, count

@@ -1,4 +1,4 @@
-"""The work between the projection of q, k and v and attention: the norm of heads, rotary positions, storing K and V in the cache."""
+"""Operations between the projection of q, k and v and attention: norm of heads, rotary embedding, storing K and V in the cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dovetail.nn.rotary import Rotation, apply_rotary
 
 
 def rope_and_store_kv(qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, layer: AttentionLayer) -> torch.Tensor:
-    """Norm q and k of qkv [tokens, heads + 2 * kv_heads, head_size] (if there is a norm), apply rotary positions to them, and store k and v in the
-    layer's cache. Returns q [tokens, heads, head_size]. May overwrite qkv."""
+    """Norm q and k of qkv [tokens, heads + 2 * kv_heads, head_size] (if `norm` is given), apply the rotary embedding to them, and store k and v in
+    the layer's cache. Returns q [tokens, heads, head_size]. May overwrite qkv."""
     heads, kv_heads = layer.spec.heads, layer.spec.kv_heads
     if use_kernels(qkv):
         from dovetail.nn.kernels.qkv import norm_turn_write

@@ -1,4 +1,4 @@
-"""The residual stream of a decoder."""
+"""Residual stream of a decoder."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from dovetail.nn.norm import RMSNorm
 
 
 class Residual:
-    """A stream [tokens, hidden] that layers read through a norm, and add to.
+    """Stream [tokens, hidden] that layers read through a norm, and add to.
 
-    A product that was computed in parts, or in shares by several ranks, isn't added at once: the kernel that norms the stream for the next layer adds
-    them up on the way.
+    A product computed in parts, or in shares by several ranks, isn't added immediately: the kernel that norms the stream for the next layer adds them
+    up on the way.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
-        """`x` [tokens, hidden] is changed in place by what is added."""
+        """`x` [tokens, hidden] is modified in place by additions."""
         self._x = x
         self._parts: torch.Tensor | None = None
         self._shared: ParallelGroup | None = None
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self._x)
 
     @property
     def is_shared(self) -> bool:
-        """True if what several ranks have computed is still to be added."""
+        """True if shares of several ranks are still to be added."""
         return self._shared is not None
 
     @property
     def x(self) -> torch.Tensor:
-        """[tokens, hidden], with all that was added. Whoever changes it in place adds to the stream."""
+        """The stream [tokens, hidden] with everything added so far. Changing it in place changes the stream."""
         if self._shared is not None:
             self._add_shares(None)
         if self._parts is not None:
@@ -49,13 +49,13 @@ class Residual:
         self._x = self.x.index_select(0, indices)
 
     def add_parts(self, parts: torch.Tensor) -> None:
-        """The stream gets the sum over the first dimension of parts [parts, tokens, hidden], float32 or of the stream's dtype, at the latest when it
-        is read."""
+        """Add the sum over the first dimension of parts [parts, tokens, hidden], float32 or of the stream's dtype, deferred until the stream is
+        read at the latest."""
         self._parts = parts if self._parts is None else torch.cat((self._parts.float(), parts.float()))
 
     def place_of_share(self, group: ParallelGroup) -> torch.Tensor | None:
-        """Return memory for this rank's share of a sum over `group`, which the caller fills [tokens, hidden]: the stream gets the sum, at the latest
-        when it is read. None, on all ranks, if the group has none: then the caller sums."""
+        """Return memory [tokens, hidden] for this rank's share of a sum over `group`, to be filled by the caller: the sum is added to the stream when
+        it is read, at the latest. None, on all ranks, if the group has no such memory: then the caller sums."""
         x = self.x
         place = None if group.shares is None else group.shares.place(len(x), x.shape[1], x.dtype)
         if place is not None:
@@ -63,7 +63,7 @@ class Residual:
         return place
 
     def normed(self, norm: RMSNorm) -> torch.Tensor:
-        """-> [tokens, hidden], memory of its own."""
+        """Return the norm of the stream [tokens, hidden], in new memory."""
         if self._shared is not None:
             return self._add_shares(norm)
         if self._parts is not None and use_kernels(self._x):
@@ -76,7 +76,7 @@ class Residual:
         return norm(self.x)
 
     def normed_in_float8(self, norm: RMSNorm, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> the norm [tokens, hidden] float8, and what it is to be multiplied by, as `kernels.float8_products.narrowed` returns them. Raises
+        """Return the norm [tokens, hidden] float8 and its multipliers, like `kernels.float8_products.narrowed`. Raises
         `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products
 
@@ -87,7 +87,7 @@ class Residual:
         return narrowed
 
     def _add_shares(self, norm: RMSNorm | None) -> torch.Tensor:
-        """-> the stream's norm, if there is one, or else the stream."""
+        """Add the ranks' shares; return the stream's norm if `norm` is given, otherwise the stream."""
         group, self._shared = self._shared, None
         assert group is not None
         assert group.shares is not None

@@ -1,6 +1,6 @@
-"""Rotary position embedding (arXiv:2104.09864) and the scalings that stretch it to longer contexts.
+"""Rotary position embedding (arXiv:2104.09864) and its scalings for longer contexts.
 
-Frequencies and tables are computed in float32, in the same order of operations as transformers, so that they are equal to the bit.
+Frequencies and tables are computed in float32, in the same order of operations as in transformers, so that they are bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dovetail.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Plain rotary embedding: dimension pair i turns by position * theta^(-2i / head_size)."""
+    """Unscaled rotary embedding: dimension pair i rotates by position * theta^(-2i / head_size)."""
 
     theta: float
     head_size: int
 
     @property
     def attention_factor(self) -> float:
-        """The factor by which cos and sin are multiplied."""
+        """Multiplier of cos and sin."""
         return 1.0
 
     def frequencies(self) -> torch.Tensor:
-        """[head_size / 2] float32, radians a position."""
+        """Return the frequencies [head_size / 2] float32, in radians per position."""
         return 1.0 / self._periods()
 
     def _periods(self) -> torch.Tensor:
@@ -49,8 +49,8 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope(Rope):
-    """Llama 3.1's: waves longer than original_max_len / low_freq_factor are stretched by `factor`, those shorter than
-    original_max_len / high_freq_factor stay, between them the two are blended."""
+    """Llama 3.1: wavelengths longer than original_max_len / low_freq_factor are stretched by `factor`, those shorter than
+    original_max_len / high_freq_factor are kept, and those between are interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -68,8 +68,8 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class YarnRope(Rope):
-    """YaRN (arXiv:2309.00071): pairs that turn more than `beta_fast` times within original_max_len stay, those that turn less than
-    `beta_slow` times are stretched by `factor`, with a ramp between; cos and sin grow by `attention_factor`."""
+    """YaRN (arXiv:2309.00071): pairs that rotate more than `beta_fast` times within original_max_len are kept, those that rotate less than
+    `beta_slow` times are stretched by `factor`, with a ramp between; cos and sin are multiplied by `attention_factor`."""
 
     factor: float
     original_max_len: int
@@ -78,7 +78,7 @@ class YarnRope(Rope):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     given_attention_factor: float | None = None
-    truncate: bool = True  # the ramp's ends are whole numbers
+    truncate: bool = True  # round the ramp's ends to integers
 
     @property
     def attention_factor(self) -> float:
@@ -92,7 +92,7 @@ class YarnRope(Rope):
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _pair_that_turns(self, times: float) -> float:
-        """Return the dimension pair that turns that many times within the original length."""
+        """Return the (fractional) dimension pair that rotates `times` times within the original length."""
         return (self.head_size * math.log(self.original_max_len / (times * 2 * math.pi))) / (2 * math.log(self.theta))
 
     def frequencies(self) -> torch.Tensor:
@@ -101,7 +101,7 @@ class YarnRope(Rope):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.head_size - 1)
         if low == high:
-            high += 0.001  # a ramp needs some width; the value is transformers'
+            high += 0.001  # avoid an empty ramp; same value as in transformers
         stretched = ((torch.arange(self.head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
         kept = 1 - stretched
         periods = self._periods()
@@ -110,11 +110,11 @@ class YarnRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The keys of transformers' `rope_parameters` that a rope type knows."""
+    """Keys of transformers' `rope_parameters` for one rope type."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()  # by transformers, whose numbers are the reference: checkpoints have them for other engines
+    passed_over: tuple[str, ...] = ()  # keys that transformers, the reference, ignores: they are for other engines
 
 
 _KEYS = {
@@ -130,7 +130,8 @@ _KEYS = {
 
 
 def rope_reasons_against(parameters: Mapping[str, Any]) -> list[str]:
-    """Why `rope_from_config` can't serve these `rope_parameters` of a Hugging Face config, each naming the key; empty: it can."""
+    """Return the reasons why `rope_from_config` can't serve these `rope_parameters` of a Hugging Face config, each naming the key; empty if it
+    can."""
     kind = parameters.get("rope_type", "default")
     if kind not in _KEYS:
         return [f"rope_parameters: rope_type {kind!r} is not implemented (implemented: {', '.join(_KEYS)})"]
@@ -155,7 +156,7 @@ def _is_number(value: object) -> bool:
 
 
 def rope_from_config(parameters: Mapping[str, Any], head_size: int) -> Rope:
-    """The rope of a Hugging Face config's `rope_parameters`. Raises `UnsupportedError` with the reasons of `rope_reasons_against`."""
+    """Return the rope for `rope_parameters` of a Hugging Face config. Raises `UnsupportedError` with the reasons of `rope_reasons_against`."""
     if reasons := rope_reasons_against(parameters):
         raise UnsupportedError("; ".join(reasons))
     return _MAKERS[parameters.get("rope_type", "default")](parameters, parameters["rope_theta"], head_size)
@@ -190,7 +191,7 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any], float, int], Rope]] = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary embedding of the tokens of one step, the same for all layers: the rows `positions` of `table`. Kernels read them there; plain torch
+    """Rotary embedding of one step's tokens, the same for all layers: the rows `positions` of `table`. Kernels read these directly; plain torch
     uses `cos` and `sin`, which hold the same rows."""
 
     table: torch.Tensor  # [max_len, head_size] float32: cos of each pair, then sin of each pair
@@ -213,7 +214,7 @@ class Rotation:
 
 
 def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn x [tokens, heads, head_size]: pair i is dimensions i and i + head_size / 2. Computed in float32, returned in x's dtype."""
+    """Rotate x [tokens, heads, head_size]: pair i is dimensions i and i + head_size / 2. Computed in float32, returned in x's dtype."""
     wide = x.float()
     turned = torch.roll(wide, x.shape[-1] // 2, -1)
     return torch.addcmul(wide * rotation.cos, turned, rotation.sin).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Formats: the ways in which weights of linear layers are stored, apart from what layers compute.
+"""Weight formats: how the weights of linear layers are stored, separate from what the layers compute.
 
-A layer says *what*: merged columns or rows, and what stands around them (norm, gate, residual stream). A `WeightFormat` says *how*: what it keeps
-of a checkpoint's tensors and which kernels multiply it. A `Quantization` says which layers of a checkpoint have which format; it is found by the
+A layer defines *what*: merged columns or rows, and the operations around them (norm, gate, residual stream). A `WeightFormat` defines *how*: what it
+stores of a checkpoint's tensors and which kernels multiply it. A `Quantization` maps the layers of a checkpoint to formats; it is selected by the
 `quant_method` of the checkpoint's `quantization_config`, or by `quantization` in engine.yaml.
 """
 

@@ -1,4 +1,4 @@
-"""`quant_method: awq`: INT4 checkpoints of AWQ (arXiv:2306.00978), as AutoAWQ writes them for its product called "gemm"."""
+"""`quant_method: awq`: INT4 checkpoints of AWQ (arXiv:2306.00978) in AutoAWQ's version "gemm"."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
 _READ = {"quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "modules_to_not_convert"}
-_OF_OTHERS = {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"}  # kernels that others should take
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of outputs within 32 bits
+_OF_OTHERS = {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"}  # hints for other engines' kernels
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of outputs within 32 bits, see `packing.unpacked`
 
 
 @dataclass(frozen=True, slots=True)
 class AwqInt4(Int4):
-    """Transposed: weights [inputs, outputs / 8] and zero points [groups, outputs / 8], packed along the outputs, even ones before odd ones."""
+    """Transposed: weights [inputs, outputs / 8] and zero points [groups, outputs / 8], packed along the outputs, even before odd ones."""
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
@@ -42,7 +42,7 @@ class AwqInt4(Int4):
 
 
 class Awq(Quantization):
-    """Every linear layer but the head and those that the config leaves out, by any piece of their name."""
+    """Quantizes all linear layers except the head and those that the config excludes, by any substring of their name."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The two interfaces of weight formats: `WeightFormat`, of one linear layer, and `Quantization`, of a checkpoint."""
+"""Interfaces of weight formats: `WeightFormat` for one linear layer, `Quantization` for a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from dovetail.nn.residual import Residual
 
 
 class WeightFormat(ABC):
-    """The way in which the weight of a linear layer is stored and multiplied. Formats are values: layers whose formats are equal can be computed as
-    one.
+    """How the weight of a linear layer is stored and multiplied. Formats are values: layers with equal formats can be merged.
 
-    Each format has a plain twin, which is here: dequantize to float32 and multiply. It serves every device, and is the oracle of the format's
-    kernels; these are chosen in `columns` and `add_to`, which call it where there is none.
+    Each format has a plain twin, implemented here: dequantize to float32 and multiply. It runs on every device and is the oracle of the format's
+    kernels. `columns` and `add_to` choose among these, and fall back to the twin.
     """
 
     @abstractmethod
     def allocate(self, weight: Weight, device: torch.device) -> nn.Parameter:
-        """Return the memory on `device`, uninitialised, for a layer's `weight` [outputs, inputs], which is on the meta device and says of what
-        parts it consists. Raises `UnsupportedError`, with the numbers, where a part's size isn't one that the format can store."""
+        """Return uninitialized memory on `device` for a layer's `weight` [outputs, inputs], which is on the meta device and lists its parts. Raises
+        `UnsupportedError`, with the numbers, if the format can't store a part of that size."""
 
     @abstractmethod
     def dequantized(self, weight: Any) -> torch.Tensor:
-        """Return the numbers [outputs, inputs] float32 that a weight made by `allocate` stands for."""
+        """Return the values [outputs, inputs] float32 of a weight that `allocate` returned."""
 
     def columns(
         self,
@@ -44,8 +43,8 @@ class WeightFormat(ABC):
         gated: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [tokens, inputs] or a residual stream, normed first if there is a norm -> [tokens, outputs] in x's dtype. `gated`: silu of the first half
-        of the outputs, times the second half. `into` [tokens, outputs], not with `gated`: memory for the result, instead of new."""
+        """Multiply x [tokens, inputs], or a residual stream, normed first if `norm` is given -> [tokens, outputs] in x's dtype. `gated`: silu of the
+        first half of the outputs, times the second half. `into` [tokens, outputs], not with `gated`: memory for the result."""
         if isinstance(x, Residual):
             x = x.x if norm is None else x.normed(norm)
         elif norm is not None:
@@ -54,39 +53,39 @@ class WeightFormat(ABC):
         return kept(silu_mul(y) if gated else y, into)
 
     def add_to(self, weight: Any, residual: Residual, x: torch.Tensor) -> None:
-        """The stream gets x [tokens, inputs] times the weight."""
+        """Add x [tokens, inputs] times the weight to the stream."""
         residual.x.add_(self.columns(weight, x))
 
 
 def kept(result: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """The result, in the memory that was asked for."""
+    """Copy the result to `into` if given, and return it."""
     return result if into is None else into.copy_(result)
 
 
 class Quantization(ABC):
-    """The content of a checkpoint's `quantization_config`: which of its linear layers are stored how.
+    """Parsed `quantization_config` of a checkpoint: maps its linear layers to formats.
 
-    Named by `QuantizationSpec.name`, the `quant_method` that it reads; see the hook `dovetail_quantizations`.
+    Registered under `QuantizationSpec.name`, the `quant_method` that it reads; see the hook `dovetail_quantizations`.
     """
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
-        """`config` is the checkpoint's `quantization_config`, or None for a plain checkpoint that is to be quantized while it loads. Raises
-        `UnsupportedError` naming each field that isn't implemented, and `ModelLoadError` where a value can't be used."""
+        """`config`: the checkpoint's `quantization_config`, or None to quantize a plain checkpoint while loading. Raises `UnsupportedError` that
+        names each field that isn't implemented, and `ModelLoadError` for an invalid value."""
         self.config = config
 
     @abstractmethod
     def of_module(self, name: str) -> WeightFormat:
-        """Return the format of the checkpoint's linear module `name`, like "model.layers.0.mlp.down_proj". `dovetail.nn.format.DENSE` if it is
+        """Return the format of the checkpoint's linear module `name`, such as "model.layers.0.mlp.down_proj"; `dovetail.nn.format.DENSE` if it is
         plain."""
 
     def __str__(self) -> str:
-        """In words, for people: "fp8, blocks of 128 x 128"."""
+        """Description for humans: "fp8, blocks of 128 x 128"."""
         return type(self).__name__
 
     def format_of(self, modules: Sequence[str]) -> WeightFormat:
-        """Return the format of a layer that computes these modules as one. Raises `UnsupportedError` if they are stored differently."""
+        """Return the format of a layer that merges these modules. Raises `UnsupportedError` if their formats differ."""
         formats = {name: self.of_module(name) for name in modules}
         if len(set(formats.values())) > 1:
             told = ", ".join(f"{name}: {form}" for name, form in formats.items())
-            raise UnsupportedError(f"quantization_config: modules that are computed as one must be stored alike ({told})")
+            raise UnsupportedError(f"quantization_config: merged modules must have the same format ({told})")
         return next(iter(formats.values()))

@@ -20,16 +20,16 @@ from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
 _READ = {"quant_method", "config_groups", "format", "ignore", "quantization_status", "global_compression_ratio", "version"}
-_READ |= {"kv_cache_scheme"}  # the scales of K and V: `dovetail.runtime.kv_scales` reads them, if `kv_cache_dtype` asks for them
+_READ |= {"kv_cache_scheme"}  # scales of K and V, which `dovetail.runtime.kv_scales` reads if `kv_cache_dtype` requires them
 _READ_OF_GROUP = {"targets", "weights", "input_activations", "format"}
 _READ_OF_NUMBERS = {"num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic", "actorder"}
 _READ_OF_NUMBERS |= {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
-_LINEAR = "Linear"  # the class of all layers that are quantized here
+_LINEAR = "Linear"  # class name of all layers that can be quantized
 
 
 @dataclass(frozen=True, slots=True)
 class PackedInt4(Int4):
-    """`pack-quantized`: weights packed along the inputs, zero points along the outputs. Both are stored as they are, plus 8."""
+    """`pack-quantized`: weights packed along the inputs, zero points along the outputs. Both are stored with an offset of 8."""
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
@@ -49,7 +49,7 @@ class PackedInt4(Int4):
 
 
 class CompressedTensors(Quantization):
-    """Linear layers that a group's targets name, but those to ignore."""
+    """Quantizes the linear layers that match a group's targets, except those to ignore."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)
@@ -61,7 +61,7 @@ class CompressedTensors(Quantization):
             raise ModelLoadError(f"quantization_config: config_groups must map names to groups, got {shown(groups)}")
         self._groups = [(_targets(name, group), _format_of(name, group, config.get("format"))) for name, group in groups.items()]
         for pattern in (*self._ignored, *(target for targets, _ in self._groups for target in targets)):
-            matches("", pattern)  # so that one which can't be read is refused here
+            matches("", pattern)  # reject an invalid pattern here
 
     def of_module(self, name: str) -> WeightFormat:
         if any(pattern == _LINEAR or matches(name, pattern) for pattern in self._ignored):

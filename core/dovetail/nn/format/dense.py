@@ -1,4 +1,4 @@
-"""Plain weights, in the dtype that the model computes in."""
+"""Plain weights, in the model's compute dtype."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Weight
 from dovetail.nn.residual import Residual
 
-FEW_ROWS = 16  # with more, torch's products are as quick
-FEW_ROWS_BESIDE_MANY = 8  # with more, the kernel for many rows is quicker, where there is one
+FEW_ROWS = 16  # above, torch.matmul is as fast
+FEW_ROWS_BESIDE_MANY = 8  # above, the kernel for many rows is faster, where available
 Kernel = Callable[..., torch.Tensor]  # called as `kernels.one_row.linear`
 
 
 @dataclass(frozen=True, slots=True)
 class Dense(WeightFormat):
-    """Plain numbers. There is nothing to dequantize, so torch's product is the twin."""
+    """Unquantized weights. Their twin is torch's matrix product."""
 
     def allocate(self, weight: Weight, device: torch.device) -> Weight:
         return weight.on(device)
@@ -77,7 +77,7 @@ DENSE = Dense()
 
 
 def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
-    """Return a kernel that is quicker than torch for so few rows, or None."""
+    """Return a kernel that is faster than torch for this small number of rows, or None."""
     if rows > FEW_ROWS or not _on_matrix_units(weight) or (rows > FEW_ROWS_BESIDE_MANY and has_many_rows(weight.device)):
         return None
     from dovetail.nn.kernels import few_rows, one_row
@@ -90,7 +90,7 @@ def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kern
 
 
 def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False) -> Kernel | None:
-    """Return a kernel that is quicker than torch for more rows, or None. It is called like `kernels.many_rows.linear`."""
+    """Return a kernel that is faster than torch for more rows, or None; same signature as `kernels.many_rows.linear`."""
     if not _on_matrix_units(weight) or not has_many_rows(weight.device):
         return None
     from dovetail.nn.kernels import many_rows
@@ -100,5 +100,5 @@ def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_par
 
 
 def _on_matrix_units(weight: torch.Tensor) -> bool:
-    """True if a kernel may use matrix units for this weight: they would round float32."""
+    """True if kernels may use matrix units for this weight (they would round float32)."""
     return weight.dtype in (torch.bfloat16, torch.float16) and use_kernels(weight)

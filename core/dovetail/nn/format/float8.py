@@ -1,9 +1,8 @@
-"""Weights of 8 bits, e4m3 of arXiv:2209.05433: a float8 number each, times a scale that an output has to itself, or a block of outputs and inputs.
+"""8-bit weights: float8 values (e4m3 of arXiv:2209.05433) times a scale per output, or per block of outputs and inputs.
 
-Few rows are multiplied by weights that are widened to 16 bits on the way, which is exact: nothing is rounded but what a plain layer rounds. For
-many rows products of 8 bits are as much quicker as they are shorter, and inputs are rounded to e4m3, too, with a scale for each token (and each
-group of inputs, where weights have blocks), found on the way. A scale that a checkpoint has for all inputs of a layer ("static") is coarser, and
-not used.
+For few rows, kernels widen the weights to 16 bits, which is exact: only what a plain layer rounds is rounded. For many rows, 8-bit products are
+faster in proportion to their width; for these the inputs are rounded to e4m3, too, with scales computed per token (and per group of inputs, if
+weights have blocks). A checkpoint's scale for all inputs of a layer ("static") is coarser, and not used.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ if TYPE_CHECKING:
     from dovetail.nn.kernels.many_rows import Tiling
     from dovetail.nn.kernels.streamed import Stored
 
-LARGEST = 448.0  # of e4m3
-FEW_ROWS = 8  # with more, a program has too little room for them
-PRODUCTS_FROM = 65  # rows from which on products of 8 bits are quicker than reading weights, and so quicker than products of 16
-IN_PARTS_BELOW = 513  # rows: with more, there are programs enough without
-WIDENED_FROM = 257  # rows from which on weights are widened before they are multiplied, where products of 8 bits aren't to be had
+LARGEST = 448.0  # finite value of e4m3
+FEW_ROWS = 8  # above, a program runs out of registers
+PRODUCTS_FROM = 65  # rows from which 8-bit products are faster than reading the weights, and so faster than 16-bit products
+IN_PARTS_BELOW = 513  # rows; above, there are enough programs without splitting
+WIDENED_FROM = 257  # rows from which weights are widened before the product, where 8-bit products aren't available
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(StoredFormat):
-    """`scales`: what a checkpoint has them for; "computed": it has plain weights, which are quantized as they are loaded, with a scale for each
-    output. A scale for a whole tensor is kept once for each of its outputs, so that the parts of a layer may differ.
+    """`scales`: granularity in the checkpoint. "computed": the checkpoint is plain and quantized while loading, with a scale per output. A scale per
+    tensor is stored once per output, so that the parts of a layer may differ.
 
-    `block`: (outputs, inputs) with one scale. `scale_name`: the last word of the scales' tensor. `static`: the checkpoint has a scale for inputs.
-    `inputs`: the least bits that inputs may be rounded to."""
+    `block`: (outputs, inputs) that share one scale. `scale_name`: last component of the scale tensor's name. `static`: the checkpoint has a scale for
+    inputs. `inputs`: the lowest precision in bits to which inputs may be rounded."""
 
     scales: Literal["computed", "tensor", "channel", "block"]
     block: tuple[int, int] = (1, 0)
@@ -68,14 +67,13 @@ class Float8(StoredFormat):
         if self.scales != "block":
             return StoredWeight(self, weight, values, torch.ones(outputs, device=device))
         across, along = self.block
-        sharing = gcd(across, outputs)  # outputs with one scale: fewer than in the checkpoint where parts begin or end within a block
+        sharing = gcd(across, outputs)  # outputs per scale: fewer than in the checkpoint if a part begins or ends within a block
         for part in weight.parts.values():
             if part.dim == 0:
                 sharing = gcd(sharing, part.start, part.size, part.at)
             elif part.start % along or (part.size % along and part.start + part.size < part.source_shape[1]):
                 raise UnsupportedError(
-                    f"a rank's share of {part.source_shape[1]} inputs is {part.size}, which blocks of {along} inputs with one scale don't divide: "
-                    "take fewer ranks"
+                    f"a rank's share of {part.source_shape[1]} inputs is {part.size}, no multiple of the {along} inputs of a block: use fewer ranks"
                 )
         return StoredWeight(self, weight, values, torch.ones((outputs // sharing, ceil(inputs / along)), device=device))
 
@@ -112,9 +110,9 @@ class Float8(StoredFormat):
         if values.dtype != torch.float8_e4m3fn:
             raise ModelLoadError(f"expected float8_e4m3fn, found {str(values.dtype).removeprefix('torch.')}")
         if not bool(torch.isfinite(scales).all()):
-            raise ModelLoadError(f"{self.scale_name}: a scale is no finite number")
+            raise ModelLoadError(f"{self.scale_name}: scales must be finite")
         if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise ModelLoadError("a weight is no number")
+            raise ModelLoadError("weights must not be NaN")
         part.place(weight.data).copy_(values)
         rows = part.size if part.dim == 0 else part.source_shape[0]
         if self.scales != "block":
@@ -196,7 +194,7 @@ class Float8(StoredFormat):
         residual.x.add_(self.columns(weight, x))
 
     def _kernel_for_few(self, weight: StoredWeight, rows: int, gated: bool = False) -> Kernel | None:
-        """Return a kernel that reads all weights of some outputs at once, if that is quicker than streaming them."""
+        """Return a kernel that loads all weights of some outputs at once, if that is faster than streaming them."""
         from dovetail.nn.kernels import few_rows, one_row
 
         if rows == 1 and has_one_row_float8(weight.device):
@@ -212,7 +210,7 @@ class Float8(StoredFormat):
         return None if tiling is None else partial(few_rows.linear, tiling=tiling)
 
     def _tiling(self, weight: StoredWeight, rows: int, **around: bool) -> Tiling | None:
-        """Return how `many_rows` multiplies this weight, or None if it can't, or something else is quicker."""
+        """Return the tiling with which `many_rows` multiplies this weight, or None if it can't or isn't the fastest."""
         block = weight.scales.ndim > 1
         if self.inputs > 8 or weight.compute_dtype != torch.bfloat16 or not has_many_rows(weight.device) or (block and self.block[1] != 128):
             return None
@@ -221,11 +219,11 @@ class Float8(StoredFormat):
         return many_rows.tiling_for(weight.data, rows, **around, sharing=len(weight) // len(weight.scales) if block else 0)
 
     def _narrows(self, rows: int, weight: StoredWeight) -> bool:
-        """True if inputs of so many rows are rounded to 8 bits, too."""
+        """True if inputs of this many rows are rounded to 8 bits, too."""
         return self.inputs == 8 and rows >= PRODUCTS_FROM and weight.compute_dtype == torch.bfloat16 and has_float8_products(weight.device)
 
     def _narrowed(self, weight: StoredWeight, stream: Residual, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream, normed if there is a norm, in float8, and its scales. Raises `KernelUnavailable`."""
+        """Return the stream in float8, normed if `norm` is given, and its scales. Raises `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products
 
         group = self.block[1] if weight.scales.ndim > 1 else 0
@@ -244,7 +242,7 @@ class Float8(StoredFormat):
         in_parts: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply float8 inputs; `in_parts`: -> [parts, tokens, outputs], whose sum it is. Raises `KernelUnavailable`."""
+        """Multiply float8 inputs. `in_parts`: return partial sums [parts, tokens, outputs]. Raises `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products, many_rows
 
         if tiling is not None:
@@ -280,11 +278,11 @@ class Float8(StoredFormat):
 
 
 def _takes_kernels(weight: StoredWeight) -> bool:
-    """True if a kernel may be given this weight: activations have 16 bits, so that matrix units round nothing."""
+    """True if kernels accept this weight: activations have 16 bits, so that matrix units don't round them."""
     return weight.compute_dtype in (torch.bfloat16, torch.float16) and use_kernels(weight.data)
 
 
 def _rows_of(values: torch.Tensor, part: Part, first: int, count: int, sharing: int = 1) -> torch.Tensor:
-    """The `count` rows of `values` from the part's row `first` on; there is one for `sharing` outputs."""
+    """Return `count` rows of `values`, starting at the part's row `first`; each row covers `sharing` outputs."""
     at = (part.at // sharing if part.dim == 0 else 0) + first
     return values[at : at + count]

@@ -1,5 +1,5 @@
-"""`quant_method: fp8`: checkpoints as DeepSeek and Qwen publish them (blocks of weights with one scale), those with a scale for each tensor, and
-plain checkpoints that are quantized as they are loaded.
+"""`quant_method: fp8`: checkpoints of DeepSeek and Qwen (one scale per block of weights), checkpoints with one scale per tensor, and plain
+checkpoints that are quantized while loading.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ = {
 
 
 class Fp8(Quantization):
-    """Every linear layer but those that the config leaves out, and the head."""
+    """Quantizes all linear layers except the head and those that the config excludes."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)
@@ -40,7 +40,7 @@ class Fp8(Quantization):
         if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise UnsupportedError(f"quantization_config: fmt = {shown(config['fmt'])} is not implemented (only e4m3)")
         if config.get("is_checkpoint_fp8_serialized") is False:
-            raise UnsupportedError("quantization_config: is_checkpoint_fp8_serialized = False: take it out, and set quantization: fp8")
+            raise UnsupportedError("quantization_config: is_checkpoint_fp8_serialized = False: remove it and set quantization: fp8")
         if (scheme := config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
             raise UnsupportedError(f"quantization_config: activation_scheme = {shown(scheme)} is not implemented (only dynamic, static)")
         self._left_out = names(config, "modules_to_not_convert") + names(config, "ignored_layers")

@@ -1,4 +1,4 @@
-"""`quant_method: gptq`: INT4 checkpoints of GPTQ (arXiv:2210.17323), as AutoGPTQ and GPTQModel write them."""
+"""`quant_method: gptq`: INT4 checkpoints of GPTQ (arXiv:2210.17323), in the layout of AutoGPTQ and GPTQModel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
 _READ = {"quant_method", "bits", "group_size", "sym", "checkpoint_format", "modules_in_block_to_quantize"}
-_OF_MAKING = {  # how the weights were found, or which kernels others should take: no number changes
+_OF_MAKING = {  # how the weights were computed, and hints for other engines' kernels: no effect on values
     *("backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset"),
     *("disable_exllama", "exllama_config", "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen"),
     *("module_name_preceding_first_block", "mse", "pack_dtype", "pad_token_id", "quantizer", "static_groups", "tokenizer"),
@@ -30,7 +30,7 @@ _OF_MAKING = {  # how the weights were found, or which kernels others should tak
 @dataclass(frozen=True, slots=True)
 class GptqInt4(Int4):
     """Transposed: weights [inputs / 8, outputs], packed along the inputs, zero points [groups, outputs / 8]. `less_one`: zero points are stored
-    less 1."""
+    minus 1."""
 
     less_one: bool = True
 
@@ -49,21 +49,21 @@ class GptqInt4(Int4):
         if (groups := tensors.get("g_idx")) is not None:
             size = self.group or len(groups)
             if not torch.equal(groups.long().cpu(), torch.arange(len(groups)) // size):
-                raise ModelLoadError("g_idx: groups of inputs that don't lie together (desc_act) are not implemented")
+                raise ModelLoadError("g_idx: groups of non-contiguous inputs (desc_act) are not implemented")
         zeros = unpacked(tensors["qzeros"], 1).t() + self.less_one
         if self.symmetric and not bool((zeros == MIDDLE).all()):
-            raise ModelLoadError(f"qzeros: a zero point isn't {MIDDLE}, though the config says sym")
+            raise ModelLoadError(f"qzeros: a zero point isn't {MIDDLE}, although the config says sym")
         return Unpacked(values, tensors["scales"].t(), None if self.symmetric else zeros)
 
 
 class Gptq(Quantization):
-    """Every linear layer but the head, or those that the config lists."""
+    """Quantizes all linear layers except the head, or only those that the config lists."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)
         config = config or {}
         if config.get("desc_act"):
-            raise UnsupportedError("quantization_config: desc_act = True is not implemented: groups of inputs must lie together")
+            raise UnsupportedError("quantization_config: desc_act = True is not implemented: groups of inputs must be contiguous")
         refuse_others(config, _READ | _OF_MAKING)
         if config.get("bits") != 4:
             raise UnsupportedError(f"quantization_config: bits = {shown(config.get('bits'))} is not implemented (only 4)")

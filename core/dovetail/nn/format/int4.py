@@ -1,8 +1,8 @@
-"""Weights of 4 bits: an integer from 0 to 15 each, less a zero point, times a scale, which some inputs of an output ("a group") have in common.
+"""4-bit weights: integers from 0 to 15, minus a zero point, times a scale; a group of consecutive inputs of an output shares these two.
 
-Checkpoints pack such weights in several ways; here they lie in one, which `kernels.streamed.Stored` describes, and are packed anew when they are
-loaded. Activations keep their 16 bits (W4A16): up to some rows weights are widened while they are multiplied, for more they are widened before,
-since a product of many rows takes longer than that.
+Checkpoints pack such weights in several ways. Here there is one layout, described at `kernels.streamed.Stored`; weights are repacked while loading.
+Activations keep their 16 bits (W4A16). For few rows, weights are widened while they are multiplied; for many, before, since the product then
+takes longer than the widening.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from dovetail.nn.kernels.streamed import Stored
 
 LARGEST = 15
-MIDDLE = 8  # the zero point of symmetric weights
-BLOCK = 128  # inputs that are packed together
-WIDENED_FROM = 129  # rows from which on weights are widened before they are multiplied
+MIDDLE = 8  # zero point of symmetric weights
+BLOCK = 128  # number of inputs that are packed together
+WIDENED_FROM = 129  # rows from which weights are widened before the product
 GROUPS = "32, 64 or a multiple of 128"
 
 
 class Unpacked(NamedTuple):
-    """Weights as a checkpoint has them, unpacked, of this rank: `values` [outputs, inputs] uint8, `scales` [outputs, groups] of a floating dtype and
-    `zeros` [outputs, groups] uint8, or None for 8 everywhere."""
+    """This rank's unpacked weights of a checkpoint: `values` [outputs, inputs] uint8, `scales` [outputs, groups] of a floating dtype and `zeros`
+    [outputs, groups] uint8, or None for 8 everywhere."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -47,14 +47,14 @@ class Unpacked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Int4(StoredFormat):
-    """`group`: inputs with one scale; None: all of them. A subclass reads one way of packing."""
+    """`group`: inputs per scale; None: all of them. Each subclass reads one packing."""
 
     group: int | None
     symmetric: bool
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
-        """Return what this rank's shares of a part's tensors hold. Raises `ModelLoadError` where they can't be used."""
+        """Unpack this rank's shares of a part's tensors. Raises `ModelLoadError` if they are invalid."""
 
     def __str__(self) -> str:
         return f"int4 ({'one scale per output' if self.group is None else f'groups of {self.group}'}, {'' if self.symmetric else 'a'}symmetric)"
@@ -70,16 +70,16 @@ class Int4(StoredFormat):
         return StoredWeight(self, weight, values, scales, zeros)
 
     def check_part(self, part: Part) -> None:
-        """Raise `UnsupportedError` if a part can't be stored: groups that are of another size than kernels take, or that a rank's share splits."""
+        """Raise `UnsupportedError` if a part can't be stored: unsupported group size, or groups split between ranks."""
         inputs = part.source_shape[1]
         if self.group is None:
             if part.dim == 1 and part.size < inputs:
-                return  # each rank has all of an output's scale
+                return  # every rank has the scales of whole outputs
         elif self.group % 32 or self.group == 96 or (self.group > 64 and self.group % BLOCK) or inputs % self.group:
-            raise UnsupportedError(f"groups of {self.group} inputs, of {inputs}, are not implemented (only {GROUPS} that divides them)")
+            raise UnsupportedError(f"groups of {self.group} inputs, of {inputs}, are not implemented (only {GROUPS}, dividing the inputs)")
         elif part.dim == 1 and (part.start % self.group or part.size % self.group):
             raise UnsupportedError(
-                f"a rank's share of {inputs} inputs is {part.size}, which groups of {self.group} inputs with one scale don't divide: take fewer ranks"
+                f"a rank's share of {inputs} inputs is {part.size}, no multiple of the {self.group} inputs of a group: use fewer ranks"
             )
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
@@ -96,16 +96,16 @@ class Int4(StoredFormat):
         self.place(weight, part, 0, self.unpack(tensors))
 
     def place(self, weight: StoredWeight, part: Part, first: int, unpacked: Unpacked) -> None:
-        """Pack rows of a part, from its row `first` on, to their place."""
+        """Pack rows of a part into place, starting at its row `first`."""
         values, scales, zeros = unpacked
         if not bool(torch.isfinite(scales).all()):
-            raise ModelLoadError("a scale is no finite number")
+            raise ModelLoadError("scales must be finite")
         at = (part.at if part.dim == 0 else 0) + first
         rows = slice(at, at + len(values))
         blocks = F.pad(values, (0, -values.shape[1] % BLOCK)).view(len(values), -1, 2, BLOCK // 2)
         weight.data[rows] = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).flatten(1)
         if not torch.equal(scales.to(weight.scales.dtype).float(), scales.float()):
-            weight.scales = weight.scales.float()  # no scale is rounded
+            weight.scales = weight.scales.float()  # exact
         weight.scales[:, rows] = scales.t()
         if weight.zeros is not None and zeros is not None:
             weight.zeros[:, rows] = zeros.t()

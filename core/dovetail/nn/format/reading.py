@@ -1,4 +1,4 @@
-"""Helpers that read a checkpoint's `quantization_config`. What isn't known is refused: it may change the numbers."""
+"""Helpers that read a checkpoint's `quantization_config`. Unknown fields are rejected: they may change the values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dovetail.errors import ModelLoadError, UnsupportedError
 
 
 def refuse_others(config: Mapping[str, Any], known: Collection[str], where: str = "quantization_config") -> None:
-    """Raise `UnsupportedError` for fields that aren't known, unless they are off: None, False, 0 or empty."""
+    """Raise `UnsupportedError` for unknown fields, unless they are off: None, False, 0 or empty."""
     for name, value in config.items():
         if name not in known and value:
             raise UnsupportedError(
@@ -20,7 +20,7 @@ def refuse_others(config: Mapping[str, Any], known: Collection[str], where: str 
 
 
 def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return a list of names; nothing if it isn't there. Raises `ModelLoadError` if it is something else."""
+    """Return the list of names at `key`; empty if absent. Raises `ModelLoadError` if it isn't a list of names."""
     values = config.get(key) or ()
     if not isinstance(values, list | tuple) or not all(isinstance(name, str) for name in values):
         raise ModelLoadError(f"quantization_config: {key} must be a list of names, got {shown(values)}")
@@ -28,23 +28,23 @@ def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def within(module: str, name: str) -> bool:
-    """True if `name` is the module's, or that of a module around it, whole words counted from either end: "lm_head", "layers.0.mlp", "down_proj"."""
+    """True if `name` consists of consecutive components of the module's name: "lm_head", "layers.0.mlp", "down_proj"."""
     return f".{name}." in f".{module}."
 
 
 def matches(module: str, pattern: str) -> bool:
-    """True for the names of compressed-tensors: "re:" and a regular expression that fits from the start, or a name. Raises `ModelLoadError` for an
-    expression that can't be read."""
+    """Match a name of compressed-tensors: "re:" and a regular expression that matches at the start, or a name. Raises `ModelLoadError` for an
+    invalid expression."""
     if not pattern.startswith("re:"):
         return module == pattern
     try:
         return re.match(pattern[3:], module) is not None
     except re.error as error:
-        raise ModelLoadError(f"quantization_config: {shown(pattern)} is no regular expression: {error}") from error
+        raise ModelLoadError(f"quantization_config: {shown(pattern)} is not a valid regular expression: {error}") from error
 
 
 def group_size(config: Mapping[str, Any], key: str, where: str = "quantization_config") -> int | None:
-    """Return how many inputs have a scale in common; None for all, which is written -1. Raises `ModelLoadError` for what can't be a size."""
+    """Return the number of inputs per scale; None for all (written as -1). Raises `ModelLoadError` for an invalid size."""
     size = config.get(key)
     if type(size) is not int or (size < 1 and size != -1):
         raise ModelLoadError(f"{where}: {key} must be a number of inputs, or -1 for all, got {shown(size)}")
@@ -52,7 +52,7 @@ def group_size(config: Mapping[str, Any], key: str, where: str = "quantization_c
 
 
 def block_size(config: Mapping[str, Any], key: str, where: str = "quantization_config") -> tuple[int, int]:
-    """Return how many outputs and inputs a block of weights with one scale has. Raises `ModelLoadError` for what can't be sizes."""
+    """Return the number of outputs and inputs per block of weights with one scale. Raises `ModelLoadError` for invalid sizes."""
     sizes = config.get(key)
     if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise ModelLoadError(f"{where}: {key} must be two numbers, of outputs and of inputs, got {shown(sizes)}")
@@ -60,7 +60,7 @@ def block_size(config: Mapping[str, Any], key: str, where: str = "quantization_c
 
 
 def keys_and_values(value: Any, where: str) -> Mapping[str, Any]:
-    """Return a value that is to be an object. Raises `ModelLoadError` if it is something else."""
+    """Return `value` if it is an object. Raises `ModelLoadError` otherwise."""
     if not isinstance(value, Mapping):
         raise ModelLoadError(f"{where}: expected keys and values, got {shown(value)}")
     return value

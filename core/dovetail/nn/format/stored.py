@@ -1,6 +1,6 @@
-"""Weights of linear layers that are made of several tensors of a checkpoint for each part: numbers of few bits, their scales, their zero points.
+"""Weights of linear layers that consist of several checkpoint tensors per part: low-bit values, scales, zero points.
 
-`runtime.weights` loads them through `StoredWeight.tensors`, which slice for this rank. When all tensors of a part are there, the format stores it.
+`runtime.weights` loads them through `StoredWeight.tensors`, which slice for this rank. Once all tensors of a part are loaded, the format stores it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dovetail.errors import ModelLoadError
 from dovetail.nn.format.base import WeightFormat
 from dovetail.nn.parameter import Part, Transform, Weight
 
-QUANTIZED_AT_ONCE = 1 << 20  # numbers, or an eighth of the tensor if that is more: what it takes on the way stays below the tensor itself
+QUANTIZED_AT_ONCE = 1 << 20  # values, or an eighth of the tensor if that is more: bounds temporary memory
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """A tensor that a checkpoint has for each part of a layer's weight, and this rank's share of it: `size` indices from `start` on along `dim`, or
-    the whole if that is None."""
+    """A checkpoint tensor of a part of a layer's weight, and this rank's share of it: `size` indices from `start` along `dim`, or the whole tensor if
+    `dim` is None."""
 
-    shapes: tuple[tuple[int, ...], ...]  # those that it may have, whole
+    shapes: tuple[tuple[int, ...], ...]  # allowed shapes of the whole tensor
     dim: int | None = None
     start: int = 0
     size: int = 0
     optional: bool = False
 
     def read(self, source: Any) -> torch.Tensor:
-        """This rank's share of `source`, a safetensors slice or a tensor. Raises `ModelLoadError` for another shape."""
+        """Return this rank's share of `source`, a safetensors slice or a tensor. Raises `ModelLoadError` for another shape."""
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if shape not in self.shapes:
             raise ModelLoadError(f"expected shape {' or '.join(str(list(shape)) for shape in self.shapes)}, found {list(shape)}")
@@ -43,46 +43,46 @@ class TensorShape:
 
 
 class StoredFormat(WeightFormat):
-    """A format whose weights are `StoredWeight`s."""
+    """Format that stores weights as `StoredWeight`s."""
 
     @abstractmethod
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
-        """Return what a checkpoint has for a part, by the last word of the tensor's name: "weight", "weight_scale". Empty if it has plain weights,
-        which are quantized as they are loaded."""
+        """Return the checkpoint's tensors of a part, by the last component of their names: "weight", "weight_scale". Empty if the checkpoint is plain
+        and quantized while loading."""
 
     @abstractmethod
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put this rank's shares of a part's tensors to their place. Raises `ModelLoadError` where they hold what can't be used."""
+        """Store this rank's shares of a part's tensors. Raises `ModelLoadError` for invalid values."""
 
     @abstractmethod
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
-        """Round plain numbers to the format: `rows` are rows of the checkpoint's tensor, whole, which are this rank's from its row `first` of the
-        part on. Any number of rows comes at once, but for the last a multiple of `rows_at_once`."""
+        """Quantize plain weights: whole `rows` of the checkpoint's tensor, which start at this rank's row `first` of the part. Their number is
+        arbitrary, but a multiple of `rows_at_once` except in the last call."""
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that `quantize` can't do apart."""
+        """Number of rows that `quantize` must process together."""
         return 1
 
 
 class StoredWeight(nn.Parameter):
-    """The weight of a linear layer [outputs, inputs], made of `parts` like a `Weight`, as `format` stores it.
+    """Weight [outputs, inputs] of a linear layer, consisting of `parts` like a `Weight`, stored as `format` does.
 
-    The parameter's own data are the numbers; what else belongs to it are attributes: `scales`, `zeros`.
+    The parameter's own data are the values; the rest are attributes: `scales`, `zeros`.
     """
 
     format: StoredFormat
     parts: Mapping[str | None, Part]
     layer_shape: tuple[int, int]  # [outputs, inputs], of this rank
     compute_dtype: torch.dtype  # of the model's activations
-    scale = False  # it multiplies nothing, as a norm's weight does
+    scale = False  # not a multiplier, as a norm's weight is
     scales: torch.Tensor
     zeros: torch.Tensor | None
 
     def __new__(
         cls, form: StoredFormat, plain: Weight, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
     ) -> StoredWeight:
-        """Return a parameter of the same parts as `plain`. The other arguments are uninitialised memory, laid out as the format likes."""
+        """Return a parameter with the parts of `plain`. The other arguments are uninitialized memory in the format's layout."""
         weight: StoredWeight = super().__new__(cls, values, requires_grad=False)
         weight.format, weight.parts, weight.layer_shape, weight.compute_dtype = form, plain.parts, (plain.shape[0], plain.shape[1]), plain.dtype
         weight.scales, weight.zeros = scales, zeros
@@ -98,17 +98,17 @@ class StoredWeight(nn.Parameter):
 
     @property
     def numbers(self) -> int:
-        """Weights, however many of them a byte holds."""
+        """Number of weights, independent of their bits."""
         return self.layer_shape[0] * self.layer_shape[1]
 
     def tensors(self, shard_id: str | None) -> Iterator[tuple[str, CheckpointTensor]]:
-        """Yield (last word of its name, where it goes) for each tensor that a checkpoint has for this part."""
+        """Yield (last component of its name, its destination) for each checkpoint tensor of this part."""
         for name, shape in self.format.tensors(self.parts[shard_id]).items():
             yield name, self._pieces.setdefault(name, CheckpointTensor(self, name, shape.optional))
 
     def load(self, source: Any, shard_id: str | None = None, transform: Transform | None = None) -> None:
-        """Quantize `source`, a tensor of plain numbers (or its safetensors slice), on the way: some rows at a time, on the parameter's device. Raises
-        `ModelLoadError` when its shape or dtype is wrong."""
+        """Load and quantize `source`, a plain tensor or its safetensors slice, some rows at a time, on the parameter's device. Raises
+        `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
         rows, inputs = part.source_shape
         first, count = (part.start, part.size) if part.dim == 0 else (0, rows)
@@ -119,30 +119,30 @@ class StoredWeight(nn.Parameter):
             self.format.quantize(self, part, at, some.read(source, transform, self.device))
 
     def hold(self, name: str, shard_id: str | None, tensor: torch.Tensor) -> None:
-        """Keep a tensor of a part until the others are there that the checkpoint has, then have all stored. Raises `ModelLoadError` where they
-        can't be."""
+        """Keep a tensor of a part until the part's other tensors are loaded, then store the part. Raises `ModelLoadError` if they are
+        invalid."""
         waiting = self._waiting.setdefault(shard_id, {})
         waiting[name] = tensor
         if all(name in waiting for name, piece in self.tensors(shard_id) if shard_id in piece.expected):
             tensors = {name: value.to(self.device) for name, value in self._waiting.pop(shard_id).items()}
             try:
                 self.format.store(self, self.parts[shard_id], tensors)
-            except ModelLoadError as error:  # whichever of them is wrong, this one came last
+            except ModelLoadError as error:  # any of them may be wrong; this is the last one loaded
                 others = ", ".join(other for other in tensors if other != name)
                 raise ModelLoadError(f"with {others} of the same module: {error}" if others else str(error)) from error
 
 
 class CheckpointTensor:
-    """One of the tensors of a `StoredWeight`, for all its parts: what a rule loads instead of the weight."""
+    """One of the tensors of a `StoredWeight`, for all its parts; rules load it instead of the weight."""
 
     def __init__(self, weight: StoredWeight, name: str, optional: bool) -> None:
         self.weight, self.name, self.optional = weight, name, optional
-        self.expected: set[str | None] = set()  # parts for which the checkpoint has it
+        self.expected: set[str | None] = set()  # parts that the checkpoint has it for
 
     @torch.no_grad()
     def load(self, source: Any, shard_id: str | None, transform: Transform | None) -> None:
-        """Read this rank's share, and store the part if it is the last of its tensors. Raises `ModelLoadError` where it can't be used."""
+        """Read this rank's share, and store the part if this is the last of its tensors. Raises `ModelLoadError` if it is invalid."""
         if transform is not None:
-            raise ModelLoadError("the model transforms this weight, which can't be done to quantized numbers")
+            raise ModelLoadError("the model transforms this weight, which isn't possible for quantized values")
         shape = self.weight.format.tensors(self.weight.parts[shard_id])[self.name]
         self.weight.hold(self.name, shard_id, shape.read(source))

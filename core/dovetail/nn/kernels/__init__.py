@@ -1,5 +1,5 @@
-"""Triton kernels behind the functions of `dovetail.nn`, for CUDA devices: one file a kernel.
+"""Triton kernels for the functions of `dovetail.nn` on CUDA devices, one file per kernel.
 
-Nothing else calls them. Beside each stands its *twin*, the same in plain torch operations, which serves all other devices and is the kernel's
-test oracle. `available` decides which of the two runs; Triton is imported when a kernel first runs, so never on a CPU.
+Only `dovetail.nn` calls them. Each has a *twin*, the same function in plain torch operations, which runs on all other devices and is the kernel's
+test oracle. `available` chooses between them; Triton is imported when a kernel first runs, so never on a CPU.
 """

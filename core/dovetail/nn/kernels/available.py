@@ -1,7 +1,6 @@
-"""The choice between a Triton kernel and its twin in plain torch, which computes all tensors that the kernel can't.
+"""Choice between a Triton kernel and its twin in plain torch, which handles all tensors that the kernel can't.
 
-A function that has both is written so, and a kernel that can't be had on this GPU is done without (`KernelUnavailable`):
-
+A function that has both follows this pattern; if a kernel is unavailable on this GPU (`KernelUnavailable`), the twin runs:
     if use_kernels(x):
         with suppress(KernelUnavailable):
             return kernels.f(x)
@@ -25,18 +24,18 @@ log = logging.getLogger(__name__)
 
 @cache
 def has_triton() -> bool:
-    """True if Triton is installed. Doesn't import it."""
+    """True if Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 
 def use_kernels(*tensors: torch.Tensor) -> bool:
-    """True if a kernel may be given these tensors: Triton is installed, and they are contiguous and on a CUDA device that runs kernels."""
+    """True if kernels accept these tensors: contiguous, on a CUDA device that runs Triton kernels."""
     return has_triton() and all(x.is_cuda and x.is_contiguous() for x in tensors) and runs_kernels(tensors[0].device)
 
 
 @cache
 def runs_kernels(device: torch.device) -> bool:
-    """True if Triton's kernels run on the device at all: Triton must be installed and know the GPU, and the machine must have a C compiler."""
+    """True if Triton kernels run on the device: requires Triton, a GPU that it supports, and a C compiler."""
 
     def check() -> None:
         from dovetail.nn.kernels import embedding
@@ -53,7 +52,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def has_many_rows(device: torch.device) -> bool:
-    """True if the kernels of `many_rows` can be used."""
+    """True if the kernels of `many_rows` are available."""
 
     def check() -> None:
         from dovetail.nn.kernels import many_rows
@@ -65,7 +64,7 @@ def has_many_rows(device: torch.device) -> bool:
 
 @cache
 def has_one_row_float8(device: torch.device) -> bool:
-    """True if the kernel `one_row_float8` can be used. It has been measured on a Hopper alone."""
+    """True if the kernel `one_row_float8` is available. Measured only on Hopper."""
 
     def check() -> None:
         from dovetail.nn.kernels import one_row_float8
@@ -77,7 +76,7 @@ def has_one_row_float8(device: torch.device) -> bool:
 
 @cache
 def has_float8_products(device: torch.device) -> bool:
-    """True if float8 numbers can be multiplied by float8 weights: see `float8_products`."""
+    """True if products of float8 by float8 are available, see `float8_products`."""
 
     def check() -> None:
         from dovetail.nn.kernels import float8_products
@@ -88,12 +87,12 @@ def has_float8_products(device: torch.device) -> bool:
 
 
 def works(kernel: str, check: Callable[[], object]) -> bool:
-    """True if a kernel imports, compiles and computes what it should with this Triton on this GPU. `check`, which may launch it, raises if not, and a
-    warning says why the engine goes without it. Used for kernels written in Gluon, Triton's youngest part, and on GPUs that nobody has tried."""
+    """True if a kernel imports, compiles and computes correct values with this Triton on this GPU. `check` may launch it and raises if not; then a
+    warning gives the reason. Used for kernels written in Gluon, Triton's youngest part, and on untested GPUs."""
     try:
         with launching():
             check()
-    except Exception as error:  # whatever it is, there is another way
-        log.warning("without the kernel for %s, which fails with this Triton: %s", kernel, error)
+    except Exception as error:  # any error: the twin remains
+        log.warning("the kernel for %s is disabled, since it fails with this version of Triton: %s", kernel, error)
         return False
     return True

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Numbers as integers of three bytes, and sums of products of bytes, in a kernel: a GPU adds up four of these in one instruction (dp4a). Triton's
-interpreter computes the same in plain operations on integers.
+"""Float32 values as integers of three bytes, and dot products of bytes: a GPU accumulates four byte products in one instruction (dp4a). Triton's
+interpreter computes the same with plain integer operations.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-BITS = tl.constexpr(21)  # of an integer, below the largest one's highest
-ONE_AND_A_HALF = tl.constexpr(1.5 * 2.0**23)  # float32 about it are 1 apart: what is added to it becomes an integer, in its lowest bits
+BITS = tl.constexpr(21)  # of an integer, below the highest bit of the largest one
+ONE_AND_A_HALF = tl.constexpr(1.5 * 2.0**23)  # float32 near it are 1 apart: adding it rounds to an integer, in the lowest bits
 ITS_BITS = tl.constexpr(0x4B400000)
-INFINITE = tl.constexpr(254 << 23)  # 2**127, from where on sums overflow
-LEAST = tl.constexpr(22 << 23)  # 2**-105, below which the scale would be no normal number
+INFINITE = tl.constexpr(254 << 23)  # 2**127; larger sums overflow
+LEAST = tl.constexpr(22 << 23)  # 2**-105; below it, the scale would be subnormal
 
 
 @triton.jit
 def scale_of(largest_bits):
-    """Powers of two (factor, scale), given the bits of the largest size of some numbers: numbers times the factor are below 2**22, and integers times
-    the scale are numbers again. The scale is NaN where the largest is infinite, NaN or at least 2**127."""
+    """Return powers of two (factor, scale) for numbers whose largest magnitude has bits `largest_bits`: numbers times the factor are below 2**22,
+    and integers times the scale are the numbers again. The scale is NaN if the largest is infinite, NaN or at least 2**127."""
     power = tl.maximum(largest_bits & 0x7F800000, LEAST)
     factor = (-power + INFINITE).to(tl.float32, bitcast=True) * 2.0**BITS
     scale = (power - (BITS << 23)).to(tl.float32, bitcast=True)
@@ -30,13 +30,13 @@ def scale_of(largest_bits):
 
 @triton.jit
 def raised(numbers, factor):
-    """Numbers times their factor, rounded to integers, added to `ITS_BITS`."""
+    """Return numbers times their factor, rounded to integers, plus `ITS_BITS`."""
     return (numbers * factor + ONE_AND_A_HALF).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def digits(a, b, c, d):
-    """Four integers as `raised` gives them -> their lowest bytes in a word (that of `a` lowest), their middle ones, and their highest, signed."""
+    """Return the low bytes of four results of `raised` as a word (that of `a` lowest), their middle bytes, and their high bytes, signed."""
     if INTERPRETED:
         low = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24
         middle = (a >> 8 & 255) | (b >> 8 & 255) << 8 | (c >> 8 & 255) << 16 | (d >> 8 & 255) << 24
@@ -59,12 +59,12 @@ def digits(a, b, c, d):
             is_pure=True,
             pack=1,
         )
-    return low, middle, (high + 0x40404040) ^ -0x7F7F7F80  # less the 64 of `ITS_BITS`: none of the bytes carries
+    return low, middle, (high + 0x40404040) ^ -0x7F7F7F80  # minus the 64 of `ITS_BITS`: no byte carries
 
 
 @triton.jit
 def add_products_of_bytes(sums, unsigned, others, SIGNED: tl.constexpr):
-    """sums, and the products of the four bytes of a word with those of another, which are SIGNED or not."""
+    """Return sums plus the dot products of the four bytes of each word; those of `others` may be SIGNED."""
     if INTERPRETED:
         for at in tl.static_range(4):
             other = others << 24 - 8 * at >> 24

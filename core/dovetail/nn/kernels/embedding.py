@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Rows of the embedding. torch has a slow kernel for few of them, as a decode step of few requests asks for. Twin: `dovetail.nn.embedding`."""
+"""Embedding lookup. torch's kernel is slow for few rows, as in small decode steps. Twin: `dovetail.nn.embedding`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.nn.kernels.row import warps_of_row
 
 @triton.jit
 def _embed(token_ids, weight, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One token."""
+    """Look up one token."""
     let_next_begin(PDL)
     place, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = i < SIZE
@@ -26,7 +26,7 @@ def _embed(token_ids, weight, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL:
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """token_ids [tokens] int64, each a row of weight [rows, size], contiguous -> [tokens, size]."""
+    """Return the rows [tokens, size] of weight [rows, size], contiguous, at token_ids [tokens] int64."""
     tokens, size = len(token_ids), weight.shape[1]
     out, block = torch.empty((tokens, size), dtype=weight.dtype, device=weight.device), triton.next_power_of_2(size)
     if tokens:
@@ -35,7 +35,8 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def check(device: torch.device) -> None:
-    """Raises unless it, the plainest of all kernels, computes what it should here. It goes past `launch`: a failure is the device's, not its own."""
+    """Raise unless this simplest of all kernels computes correct values on `device`. Bypasses `launch`: a failure is the device's, not the
+    kernel's."""
     token_ids, weight = torch.tensor([2], device=device), torch.arange(48.0, device=device).view(3, 16)
     out = torch.empty((1, 16), device=device)
     _embed[(1,)](token_ids, weight, out, SIZE=16, BLOCK=16, num_warps=1, **pdl_options(device))

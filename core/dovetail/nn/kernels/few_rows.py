@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: N803 (constants are upper case)
-"""A linear layer of two to sixteen rows: as in `one_row` a program asks for all weights of some outputs before its input is there, and what stands
-around the layer is done in it; but tensor cores compute it, each warp over a part of the inputs. With more rows, reading all inputs in every
-program costs more than it saves. Twin: `dovetail.nn.linear`.
+"""Linear layer for 2 to 16 rows. Like `one_row`, a program requests all weights of some outputs before its input is available, and fuses the
+operations around the layer; but it uses tensor cores, each warp for a part of the inputs. With more rows, reading all inputs in every program costs
+more than this saves. Twin: `dovetail.nn.linear`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.widening import float8_to_16_bits
 
-LEAST_ROWS = 8  # that tensor cores compute at once
-LEAST_INPUTS = 16  # likewise, of a warp
-LEAST_OUTPUTS = 8  # of a program: with fewer, reading the input costs more
-MOST_HELD = 32 * 384  # weights of a warp: three quarters of its registers
-MOST_CHUNKS = 8  # each is unrolled
-MOST_BYTES = 16 << 20  # of a layer, of 16 bits: about what all multiprocessors of a Hopper hold at once
+LEAST_ROWS = 8  # minimum of tensor cores
+LEAST_INPUTS = 16  # likewise, per warp
+LEAST_OUTPUTS = 8  # per program; with fewer, reading the input dominates
+MOST_HELD = 32 * 384  # weights per warp: three quarters of its registers
+MOST_CHUNKS = 8  # each chunk is unrolled
+MOST_BYTES = 16 << 20  # of a 16-bit layer: about the capacity of all multiprocessors of a Hopper
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Outputs of a program (pairs, if gated), its warps, and inputs that it computes with at once."""
+    """Outputs per program (pairs if gated), its warps, and inputs per chunk."""
 
     outputs: int
     warps: int
@@ -42,7 +42,7 @@ def _linear(
     weight,  # [outputs, INPUTS]; GATED: gates, then ups
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
-    out,  # [rows, outputs]; ADDS: it is added to
+    out,  # [rows, outputs]; ADDS: accumulated into
     weight_scales,  # [outputs], if weights are float8
     rows,
     outputs,  # GATED: pairs
@@ -59,7 +59,7 @@ def _linear(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of all rows. Tensors are [WARPS, N or M, a warp's inputs of a chunk]; tuples of them, one a chunk."""
+    """Compute N outputs of all rows. Tensors are [WARPS, N or M, inputs of a warp in a chunk], in tuples with one per chunk."""
     chunks: tl.constexpr = INPUTS // CHUNK
     part: tl.constexpr = CHUNK // WARPS
     n, m = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, M)
@@ -92,7 +92,7 @@ def _linear(
     for chunk in tl.static_range(chunks):
         inputs = values[chunk]
         if NORMED:
-            inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(x.dtype.element_ty)  # rounded as the twin does it
+            inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(x.dtype.element_ty)  # round as the twin does
         inputs = tl.permute(inputs, (0, 2, 1))
         sums = tl.dot(float8_to_16_bits(weights[chunk], inputs.dtype) if SCALED else weights[chunk], inputs, sums)
         if GATED:
@@ -117,7 +117,7 @@ def _linear(
 def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
     """Return a tiling for a layer's weight [outputs, inputs], or None if torch is quicker. Measured with `bench.products --tune` on an H200."""
     inputs = weight.shape[1]
-    chunk = inputs & -inputs  # the largest power of two that divides it
+    chunk = inputs & -inputs  # largest power of two that divides it
     if gated:
         tiling = Tiling(16 if inputs <= 1024 else 8, 4, min(1024 if rows <= LEAST_ROWS else 512, chunk))
     elif inputs <= 1024:
@@ -133,13 +133,13 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
 
 
 def shared_bytes(tiling: Tiling, rows: int, inputs: int, gated: bool) -> int:
-    """Shared memory that a program takes, at most: all its weights and a chunk of the input pass through it, on their way to tensor cores."""
+    """Return an upper bound of a program's shared memory: all its weights and a chunk of the input pass through it to the tensor cores."""
     held = tiling.outputs * inputs * (2 if gated else 1)
     return 2 * (held + padded(rows) * tiling.inputs)
 
 
 def padded(rows: int) -> int:
-    """Rows that are computed."""
+    """Return the padded number of rows."""
     return max(LEAST_ROWS, int(triton.next_power_of_2(rows)))
 
 
@@ -162,10 +162,9 @@ def linear(
     into: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [rows, inputs] and weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; adds up in float32.
+    """Multiply x [rows, inputs] by weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; accumulates in float32.
 
-    `norm`, `gated`, `out` and `into` [rows, outputs]: as of `one_row.linear`. `scales` [outputs] float32: the weight is float8, to be multiplied by
-    these.
+    `norm`, `gated`, `out` and `into` [rows, outputs]: see `one_row.linear`. `scales` [outputs] float32: multipliers of a float8 weight.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (2 if gated else 1)

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Products of float8 numbers by float8 weights, for so many rows that computing takes longer than reading: inputs are rounded to e4m3, with a scale
-for each row or each group of a row. Twin: `twin_of_narrowed`, and `dequantized` of the format.
+"""Products of float8 inputs and float8 weights, for numbers of rows at which computing takes longer than reading: inputs are rounded to e4m3, with a
+scale per row or per group of a row. Twins: `twin_of_narrowed`, and the format's `dequantized`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.rms_norm import normed_row
 from dovetail.nn.kernels.row import warps_of_row
 
-LARGEST = 448.0  # of e4m3
-NUMBERS = 4096  # of a program, where a row has groups
+LARGEST = 448.0  # finite value of e4m3
+NUMBERS = 4096  # numbers per program if rows have groups
 
 
 @triton.jit
 def _narrow(
     x, out, scales, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr
 ):
-    """Some groups of one row; BLOCK is GROUP, padded to a power of two."""
+    """Narrow some groups of one row; BLOCK is GROUP padded to a power of two."""
     let_next_begin(PDL)
     groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     row, g, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, BLOCK)
@@ -33,15 +33,15 @@ def _narrow(
     wait(PDL)
     values = tl.load(x + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 1)
-    scale = tl.where(largest > 0, tl.div_rn(largest, tl.full([GROUPS], LARGEST, tl.float32)), 1.0)  # rounded as the twin does it
+    scale = tl.where(largest > 0, tl.div_rn(largest, tl.full([GROUPS], LARGEST, tl.float32)), 1.0)  # round as the twin does
     narrow = tl.clamp(tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)), -LARGEST, LARGEST)
     tl.store(out + row * SIZE + i, narrow.to(out.dtype.element_ty), mask=mask)
     tl.store(scales + row * groups + g, scale, mask=g < groups)
 
 
 def narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, size], contiguous -> (x / scales, rounded to e4m3, float8 [rows, size]; scales float32 [rows], or [rows, size / group] if there are
-    groups), with which the largest number of a row, or of a group, is the largest of e4m3. A scale is 1 where all are 0."""
+    """Return (x / scales rounded to e4m3, float8 [rows, size]; scales float32 [rows], or [rows, size / group] if there are groups) of x [rows, size],
+    contiguous. The largest magnitude of a row or group maps to the largest of e4m3. The scale of all zeros is 1."""
     rows, size = x.shape
     own = group or size
     groups = triton.cdiv(size, own)
@@ -77,15 +77,15 @@ def _norm_and_narrow(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    GROUP: tl.constexpr,  # BLOCK, if a row has one scale
+    GROUP: tl.constexpr,  # BLOCK if there is one scale per row
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row."""
+    """Norm and narrow one row."""
     let_next_begin(PDL)
     values = normed_row(x, parts, weight, part_stride, eps, SIZE, BLOCK, PARTS, PDL)
     groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    values = tl.reshape(values.to(x.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))  # rounded as if it were stored between
+    values = tl.reshape(values.to(x.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))  # round as if stored in between
     largest = tl.max(tl.abs(values), 1)
     scale = tl.where(largest > 0, largest / LARGEST, 1.0)
     narrow = tl.reshape(tl.clamp(values / scale[:, None], -LARGEST, LARGEST), (BLOCK,))
@@ -97,7 +97,7 @@ def _norm_and_narrow(
 def normed_and_narrowed(
     x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, eps: float, group: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`narrowed` of the RMS norm of x [rows, size], with `weight` [size], to which `parts` are added first, as by `rms_norm.add_and_norm`. `group`: a
+    """`narrowed` of the RMS norm, with `weight` [size], of x [rows, size]; `parts` are added to x first, as by `rms_norm.add_and_norm`. `group`: a
     power of two."""
     rows, size = x.shape
     block = triton.next_power_of_2(size)
@@ -124,7 +124,7 @@ def normed_and_narrowed(
 
 
 def twin_of_narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """`narrowed`, in torch's operations."""
+    """`narrowed` in plain torch operations."""
     size = x.shape[1]
     own = group or size
     padded = torch.nn.functional.pad(x.float(), (0, -size % own)).reshape(len(x), -(-size // own), own)
@@ -137,13 +137,14 @@ def twin_of_narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, tor
 def linear(
     narrow: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """narrow [rows, inputs] and weight [outputs, inputs] float8, `x_scales` [rows] and `scales` [outputs] float32 -> [rows, outputs] bfloat16."""
+    """Multiply narrow [rows, inputs] by weight [outputs, inputs], both float8, with x_scales [rows] and scales [outputs] float32 -> [rows, outputs]
+    bfloat16."""
     return torch._scaled_mm(narrow, weight.t(), scale_a=x_scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype, use_fast_accum=True)
 
 
 def check(device: torch.device) -> None:
-    """Raises unless it computes what it should here: not every torch can multiply float8 rows by float8 rows on every GPU."""
-    numbers = torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)  # small and whole, so that sums are exact
+    """Raise unless it computes correct values here: not every version of torch can multiply float8 by float8 with row scales on every GPU."""
+    numbers = torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)  # small integers, so that sums are exact
     x, weight = numbers[:20].bfloat16(), numbers.to(torch.float8_e4m3fn)
     ours = linear(*narrowed(x), weight, torch.full((32,), 0.5, device=device), None, x.dtype)
     exact = x.float() @ weight.float().t() * 0.5

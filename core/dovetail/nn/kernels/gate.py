@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""silu(gate) * up, without the intermediate in memory. Twin: `dovetail.nn.activation`."""
+"""Fused silu(gate) * up. Twin: `dovetail.nn.activation`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import triton.language as tl
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
-BLOCK = 1024  # numbers that a program writes
+BLOCK = 1024  # numbers written per program
 WARPS = 4
 
 
 @triton.jit
 def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A part of one row."""
+    """Compute a part of one row."""
     let_next_begin(PDL)
     wait(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -28,7 +28,7 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.con
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [tokens, 2 * size], contiguous -> [tokens, size]; computes in float32."""
+    """Return silu(gate) * up [tokens, size] for gate_up [tokens, 2 * size], contiguous; computes in float32."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:

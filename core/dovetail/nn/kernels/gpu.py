@@ -1,4 +1,4 @@
-"""The facts about a GPU that kernels, tilings and dtypes follow: all that is asked of a device's properties is asked here."""
+"""Properties of a GPU that kernels, tilings and dtypes depend on; the only place that queries them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """One kind of NVIDIA GPU. A program is what CUDA calls a block, a processor a streaming multiprocessor."""
+    """NVIDIA GPU model. A program is CUDA's thread block, a processor a streaming multiprocessor."""
 
     name: str
     capability: tuple[int, int]  # NVIDIA's "compute capability"
-    shared_bytes: int  # shared memory that one program may have
-    processor_shared_bytes: int  # and that all programs of a processor have together
+    shared_bytes: int  # maximum shared memory of one program
+    processor_shared_bytes: int  # shared memory of all programs of a processor together
     processors: int
 
     def __str__(self) -> str:
@@ -24,27 +24,27 @@ class GPU:
 
     @property
     def is_hopper(self) -> bool:
-        """True where kernels that are written for Hopper's matrix units and tensor memory accelerator run: nowhere else."""
+        """True if kernels for Hopper's matrix units and tensor memory accelerator run; they run on no other generation."""
         return self.capability[0] == 9
 
     @property
     def has_bfloat16(self) -> bool:
-        """True from Ampere on. Before, nothing computes in bfloat16 but in steps of several instructions, and matrix units not at all."""
+        """True from Ampere on. Earlier GPUs emulate bfloat16 with several instructions, and their matrix units don't support it."""
         return self.capability >= (8, 0)
 
     @property
     def has_matrix_units(self) -> bool:
-        """True from Ampere on: Turing has them, and Triton multiplies without."""
+        """True from Ampere on. Turing has them, but Triton doesn't use them."""
         return self.capability >= (8, 0)
 
     @property
     def has_pdl(self) -> bool:
-        """True from Hopper on, which has programmatic dependent launch."""
+        """True from Hopper on: supports programmatic dependent launch."""
         return self.capability >= (9, 0)
 
 
 def gpu_of(device: torch.device) -> GPU | None:
-    """The GPU that a device is. None for the CPU, and for a GPU where there is none: what is asked of declarations may be asked anywhere."""
+    """Return the GPU of a device. None for the CPU, and on machines without a GPU, where declarations may also be queried."""
     return _gpu_of(device)
 
 

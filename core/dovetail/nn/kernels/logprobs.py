@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Log-probabilities of tokens and of the likeliest ones, and ranks, from logits that are read once and neither sorted nor copied.
+"""Log-probabilities and ranks of tokens and of the k most likely ones, reading the logits once, without sorting or copying.
 
-Two kernels. `_survey` goes over tiles of the vocabulary, all at once: each leaves its largest logit, the sum of exponentials, how many logits are
-larger than the token's own, and the largest of each GROUP of ids. `_choose` joins these, a row a program, and takes the likeliest tokens one by one:
-the next is in the group with the largest logit left, which alone is read again. Twin: `dovetail.nn.logprobs`.
+Two kernels. `_survey` processes tiles of the vocabulary in parallel: each computes its largest logit, the sum of exponentials, the number of logits
+larger than the token's own, and the largest of each GROUP of ids. `_choose` merges these, one program per row, and selects the most likely tokens
+one by one: the next is in the group with the largest remaining logit, and only this group is read again. Twin: `dovetail.nn.logprobs`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.launch import launch
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
-HIGHEST, NOTHING = tl.constexpr(2**31 - 1), tl.constexpr(-(2**31))  # places in the order: NaN's, and behind all numbers
-TILE = 4096  # ids of a program of `_survey`
+HIGHEST, NOTHING = tl.constexpr(2**31 - 1), tl.constexpr(-(2**31))  # sort keys: of NaN, and after all numbers
+TILE = 4096  # ids per program of `_survey`
 SURVEY_WARPS, CHOOSE_WARPS = 4, 8
-MOST_GROUPS = 4096  # that a program of `_choose` holds
+MOST_GROUPS = 4096  # per program of `_choose`
 
 
 @triton.jit
 def _order(x):
-    """float32 -> int32 in the same order, -0 like 0, NaN above all."""
+    """Map float32 to int32 sort keys: -0 like 0, NaN above all."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, HIGHEST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _alternatives(place, rows, asked, asked_stride, most):
-    """Return how many of the likeliest tokens the row at `place` wants; negative: not even its own token's log-probability."""
+    """Return the number of most likely tokens that the row at `place` requests; negative: not even its own token's log-probability."""
     wanted = most
     if rows is not None:
         wanted = tl.load(asked + tl.load(rows + place) * asked_stride)
@@ -43,13 +43,13 @@ def _alternatives(place, rows, asked, asked_stride, most):
 def _survey(
     logits,
     token_ids,  # [n] int64
-    rows,  # [n] int64, or None
-    asked,  # of all rows, int32
+    rows,  # [n] int64 or None
+    asked,  # by row, int32
     asked_stride,
     most,
-    tops,  # [n, WIDTH]: of each tile the largest logit,
-    totals,  # the sum of exponentials of what is to it,
-    likelier,  # and how many are larger than the token's
+    tops,  # [n, WIDTH] by tile: largest logit,
+    totals,  # sum of exponentials relative to it,
+    likelier,  # number of logits larger than the token's
     group_tops,  # [n, groups] int32
     groups,
     vocab,
@@ -91,7 +91,7 @@ def _choose(
     totals,
     likelier,
     group_tops,
-    best_ids,  # [n, columns] int64: the token itself, then the likeliest
+    best_ids,  # [n, columns] int64: the token itself, then the most likely
     logprobs,  # [n, columns] float32
     ranks,  # [n] int64
     columns,
@@ -125,11 +125,11 @@ def _choose(
     left_in = tl.load(group_tops + place * groups + group, mask=group < groups, other=NOTHING)
     last, last_token = tl.full((), HIGHEST, tl.int32), tl.full((), -1, tl.int32)
     for column in range(1, tl.minimum(wanted, columns - 1) + 1):
-        _, next_in = tl.max(left_in, 0, return_indices=True)  # of equals the first, which has the lowest ids
+        _, next_in = tl.max(left_in, 0, return_indices=True)  # the first of ties, which has the lowest ids
         token = next_in * GROUP + tl.arange(0, GROUP)
         x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         key = tl.where(token < vocab, _order(x), NOTHING)
-        key = tl.where((key < last) | ((key == last) & (token > last_token)), key, NOTHING)  # all before the last are taken
+        key = tl.where((key < last) | ((key == last) & (token > last_token)), key, NOTHING)  # exclude those already selected
         last, at_in = tl.max(key, 0, return_indices=True)
         last_token = next_in * GROUP + at_in
         taken = token == last_token
@@ -141,11 +141,11 @@ def _choose(
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, most: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From logits [n, vocab] and token_ids [n] int64, return the ids and log-probabilities of these and of the `most` likeliest, at most vocab,
-    [n, 1 + most] int64 and float32; and ranks [n] int64.
+    """Return the ids [n, 1 + most] int64 and log-probabilities [n, 1 + most] float32 of token_ids [n] int64 and of the `most` most likely tokens (at
+    most vocab) under logits [n, vocab]; and ranks [n] int64.
 
-    With `rows` [n] int64, the i-th gets as many of the likeliest as asked[rows[i]] says ([any] int32, `most` at most), and nothing at all if that is
-    negative; what else is in the outputs is undefined.
+    With `rows` [n] int64, the i-th gets only the asked[rows[i]] most likely (asked [any] int32, at most `most`), and nothing at all if that is
+    negative; the rest of the outputs is undefined.
     """
     n, vocab = logits.shape
     best_ids = torch.empty((n, 1 + most), dtype=torch.int64, device=logits.device)
@@ -156,7 +156,7 @@ def top_logprobs(
     group = max(64, triton.next_power_of_2(triton.cdiv(vocab, MOST_GROUPS)))
     tile = max(TILE, group)
     tiles, groups = triton.cdiv(vocab, tile), triton.cdiv(vocab, group)
-    width = max(4, triton.next_power_of_2(tiles))  # 4: each plane is aligned
+    width = max(4, triton.next_power_of_2(tiles))  # at least 4, to align each plane
     tops, totals = torch.empty((2, n, width), dtype=torch.float32, device=logits.device)
     likelier = torch.empty((n, width), dtype=torch.int32, device=logits.device)
     group_tops = torch.empty((n, groups), dtype=torch.int32, device=logits.device)

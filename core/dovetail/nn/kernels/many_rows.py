@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""A linear layer of some dozens of rows, on the matrix units of a Hopper: as in `one_row` a program asks for weights before its input is there. The
-tensor memory accelerator brings them, as many as have room in shared memory. Twin: `dovetail.nn.linear`.
+"""Linear layer for some dozens of rows, on Hopper's matrix units. Like `one_row`, a program requests weights before its input is available: the
+tensor memory accelerator loads as many as fit into shared memory. Twin: `dovetail.nn.linear`.
 
 A program computes a tile of the output, over all inputs or over a part of them:
 
-    weights  | chunk 0 | chunk 1 | …  asked for at once, as many as are held
-                       wait           until the kernel before has written the input
+    weights  | chunk 0 | chunk 1 | …  requested at once, as many as are held
+                       wait           until the previous kernel has written the input
     inputs   | chunk 0 | chunk 1 | …  through a ring of stages
-    products   chunk 0,  chunk 1,  …  each as soon as both are there; then their places are for those that follow
+    products   chunk 0,  chunk 1,  …  each as soon as both are loaded; then their buffers are reused
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language import debug_barrier  # of all threads of a program; Gluon's own has another name from Triton 3.7 on
+from triton.language import debug_barrier  # barrier of a program; Gluon's own is renamed in Triton 3.7
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.errors import DovetailError
@@ -37,26 +37,27 @@ from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.described import in_tiles
 from dovetail.nn.kernels.launch import launch
 
-MOST_ROWS = 256  # with more, torch's products are quicker
-MOST_ROWS_OF_FLOAT8 = {(False, False): 128, (True, False): 64, (False, True): 256}  # likewise of float8, by (gated, in_parts)
-MOST_ROWS_OF_BLOCKS = 256  # likewise of float8 with scales for blocks
-CHUNK_OF_GROUPS = 128  # inputs with one scale, where weights have blocks
-MOST_BYTES = {1: 256 << 20, 2: 96 << 20, 4: 24 << 20}  # of weights, by the tiles that the rows make; likewise
-MOST_BYTES_OF_HALF_A_TILE = 16 << 20  # if that has all rows, in parts a quarter: what isn't there is slow to read
-MOST_INPUTS = 2048  # of several tiles, unless in parts
-SHARED_BYTES = 208 << 10  # of a multiprocessor, for its programs; what is left is for the kernels around
+MOST_ROWS = 256  # above, torch.matmul is faster
+MOST_ROWS_OF_FLOAT8 = {(False, False): 128, (True, False): 64, (False, True): 256}  # likewise for float8, by (gated, in_parts)
+MOST_ROWS_OF_BLOCKS = 256  # likewise for float8 with block scales
+CHUNK_OF_GROUPS = 128  # inputs per scale, if weights have block scales
+MOST_BYTES = {1: 256 << 20, 2: 96 << 20, 4: 24 << 20}  # of weights, by the number of row tiles; likewise
+MOST_BYTES_OF_HALF_A_TILE = 16 << 20  # likewise if half a tile (in parts: a quarter) holds all rows
+MOST_INPUTS = 2048  # with several tiles, unless in parts
+SHARED_BYTES = 208 << 10  # of a multiprocessor for these programs; the rest is for neighboring kernels
 PROCESSORS = 132
-GROUP_ROWS = 64  # that four warps compute together
-MOST_STAGES = 8  # for inputs
+GROUP_ROWS = 64  # computed by four warps together
+MOST_STAGES = 8  # of the ring of inputs
 LEAST_STAGES = 4
 MOST_PARTS = 4
-PART_COST = 8  # of a byte of sums that the next kernel adds up, in bytes that a program reads
+PART_COST = 8  # cost of a byte of partial sums, relative to a byte read by a program
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The share of one program: rows, outputs (pairs, if gated), and into how many parts the inputs are split; how many inputs a chunk has, and how
-    many chunks of the weights and of the inputs fit into shared memory."""
+    """Share of one program: rows, outputs (pairs if gated), and number of parts that the inputs are split into; inputs per chunk, and number of
+    chunks of
+    weights and of inputs in shared memory."""
 
     rows: int
     outputs: int
@@ -71,15 +72,15 @@ def _linear(
     x,  # descriptor of [rows, inputs], in tiles of [M, K]
     weight,  # of [outputs, inputs], in tiles of [N, K]; GATED: gates, then ups
     bias,  # [outputs]; GATED: likewise
-    out,  # [rows, outputs]; or [parts, rows, outputs], sums to be added up
-    x_scales,  # of float8 numbers: [rows] float32, or GROUPS: [rows, GROUPS], of K inputs each
-    scales,  # of float8 weights: [outputs], or GROUPS: [outputs / SHARING, GROUPS]; GATED: gates', then ups'
+    out,  # [rows, outputs]; or [parts, rows, outputs], partial sums
+    x_scales,  # of float8 inputs: [rows] float32; GROUPS: [rows, GROUPS], for K inputs each
+    scales,  # of float8 weights: [outputs]; GROUPS: [outputs / SHARING, GROUPS]; GATED: gates', then ups'
     rows,
     outputs,  # GATED: pairs
     M: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
-    CHUNKS: gl.constexpr,  # of a program
+    CHUNKS: gl.constexpr,  # per program
     HELD: gl.constexpr,
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
@@ -128,20 +129,20 @@ def _linear(
     sums = gl.zeros([M, N], gl.float32, layout=layout)
     if GATED:
         up_sums = gl.zeros([M, N], gl.float32, layout=layout)
-    if GROUPS > 0:  # the tile's outputs have the same scales
+    if GROUPS > 0:  # the tile's outputs share scales
         row_scales = x_scales + m * GROUPS + part * CHUNKS
         weight_scales = scales + n0 // SHARING * GROUPS + part * CHUNKS
         next_scale = gl.load(row_scales, mask=m < rows, other=0.0) * gl.load(weight_scales)
         if GATED:
             next_up_scale = gl.load(row_scales, mask=m < rows, other=0.0) * gl.load(weight_scales + outputs // SHARING * GROUPS)
-    elif STAGES == CHUNKS and HELD == CHUNKS:  # nothing is waited for in the loop, so that what it carries is still being computed
+    elif STAGES == CHUNKS and HELD == CHUNKS:  # no waits in the loop, so products stay in flight across iterations
         sums = warpgroup_mma_init(sums)
         if GATED:
             up_sums = warpgroup_mma_init(up_sums)
     for k in range(CHUNKS):
         mbarrier.wait(weight_there.index(k % HELD), (k // HELD) & 1)
         mbarrier.wait(input_there.index(k % STAGES), (k // STAGES) & 1)
-        if GROUPS > 0:  # sums of a group are scaled before they are added
+        if GROUPS > 0:  # scale the sums of each group before adding them
             zeros = gl.zeros([M, N], gl.float32, layout=layout)
             some = warpgroup_mma(inputs.index(k % STAGES), weights.index(k % HELD).permute((1, 0)), zeros, use_acc=False, is_async=True)
             if GATED:
@@ -168,7 +169,7 @@ def _linear(
                 sums, up_sums = warpgroup_mma_wait(2, deps=[sums, up_sums])
             else:
                 sums = warpgroup_mma_wait(1, deps=[sums])
-            debug_barrier()  # chunk k - 1 is done with, by all warps
+            debug_barrier()  # all warps are done with chunk k - 1
         if STAGES < CHUNKS:
             place, more = (k + STAGES - 1) % STAGES, (k > 0) & (k + STAGES - 1 < CHUNKS)
             mbarrier.expect(input_there.index(place), input_bytes, pred=more)
@@ -202,12 +203,12 @@ def _linear(
 
 
 def tiling_for(weight: torch.Tensor, rows: int, *, gated: bool = False, in_parts: bool = False, sharing: int = 0) -> Tiling | None:
-    """Return a tiling for a layer's weight [outputs, inputs]; None if torch is quicker or no tiling fits. `in_parts`: sums may be left in parts.
-    `sharing`: outputs that share scales of groups of inputs, if there are such; a tile's are among them."""
+    """Return a tiling for a layer's weight [outputs, inputs]; None if torch is faster or no tiling fits. `in_parts`: partial sums are allowed.
+    `sharing`: number of outputs that share the scales of input groups, 0 without groups; a tile stays within one such range."""
     outputs, inputs = weight.shape
     if weight.element_size() == 1:
         return _tiling_of_float8(rows, inputs, outputs // (2 if gated else 1), gated, in_parts, sharing)
-    tiles = 1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()  # to the next power of two: each tiling is a kernel to compile
+    tiles = 1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()  # round up to a power of two: each tiling is a kernel to compile
     if rows > MOST_ROWS or weight.nbytes > MOST_BYTES[tiles]:
         return None
     if rows <= GROUP_ROWS // (4 if in_parts else 2) and weight.nbytes > MOST_BYTES_OF_HALF_A_TILE:
@@ -218,7 +219,7 @@ def tiling_for(weight: torch.Tensor, rows: int, *, gated: bool = False, in_parts
 
 
 def _tiling_of_float8(rows: int, inputs: int, outputs: int, gated: bool, in_parts: bool, sharing: int) -> Tiling | None:
-    """Return the quickest one measured on an H200 for the layers of Qwen3-8B. An output has few bytes, so that many outputs go together."""
+    """Return the fastest tiling measured on an H200 for the layers of Qwen3-8B. Outputs have few bytes, so tiles have many of them."""
     most = MOST_ROWS_OF_BLOCKS if sharing else MOST_ROWS_OF_FLOAT8[gated, in_parts]
     if rows > most:
         return None
@@ -239,7 +240,7 @@ def _tiling_of_float8(rows: int, inputs: int, outputs: int, gated: bool, in_part
 
 @cache
 def _cheapest(rows: int, inputs: int, outputs: int, per_output: int, in_parts: bool) -> Tiling | None:
-    """The one with which programs read least, weighed as measured on an H200. None if there is none."""
+    """Return the tiling with the lowest `_cost`, with weights measured on an H200; None if none fits."""
     every = product((GROUP_ROWS, 2 * GROUP_ROWS), (16, 32, 64, 128), range(1, MOST_PARTS + 1) if in_parts else (1,), (1, 2))
     costs = {}
     for m, n, parts, at_once in every:
@@ -252,8 +253,8 @@ def _cheapest(rows: int, inputs: int, outputs: int, per_output: int, in_parts: b
 
 
 def _with_room(m: int, n: int, parts: int, inputs: int, per_output: int, shared_bytes: int, size: int, chunks_of: tuple[int, ...]) -> Tiling | None:
-    """All inputs of a program if they have room beside some weights, since they are what is waited for; else as many chunks of either, and what is
-    left is the inputs'. Large chunks, for each costs a round."""
+    """Return a tiling that holds all inputs of a program if they fit beside some weights, since programs wait for inputs; otherwise equally many
+    chunks of both, with the remaining space for inputs. Prefers large chunks, since each costs an iteration."""
     for chunk in chunks_of:
         chunks, of_weights, of_inputs = inputs // chunk, size * n * chunk * per_output, size * m * chunk
         least = min(chunks, LEAST_STAGES)
@@ -270,7 +271,7 @@ def _with_room(m: int, n: int, parts: int, inputs: int, per_output: int, shared_
 
 
 def _cost(tiling: Tiling, at_once: int, rows: int, inputs: int, outputs: int, per_output: int) -> float:
-    """Bytes that the multiprocessor reads which has most to do; half for weights that are there before the input is."""
+    """Return the bytes read by the busiest multiprocessor; weights loaded before the input is available count half."""
     programs = ceil(rows / tiling.rows) * outputs // tiling.outputs * tiling.parts
     share = inputs // tiling.parts
     early = tiling.held * tiling.chunk / share
@@ -294,13 +295,13 @@ def linear(
     scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [rows, inputs] and weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; adds up in float32.
+    """Multiply x [rows, inputs] by weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; accumulates in float32.
 
-    Or both are float8, to be multiplied by `x_scales` and `scales`, [rows] and [outputs] float32, or [rows, groups] and [outputs / n, groups] with
+    If both are float8, `x_scales` and `scales` are their multipliers: [rows] and [outputs] float32, or [rows, groups] and [outputs / n, groups] with
     one scale for `CHUNK_OF_GROUPS` inputs; the result is `dtype`.
 
-    `gated`, `into` [rows, outputs]: as of `one_row.linear`. `in_parts`: -> [parts, rows, outputs] float32, whose sum over the parts it is
-    (`rms_norm.add_and_norm`).
+    `gated`, `into` [rows, outputs]: see `one_row.linear`. `in_parts`: return partial sums [parts, rows, outputs] float32
+    (see `rms_norm.add_and_norm`).
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (2 if gated else 1)
@@ -334,8 +335,8 @@ def linear(
 
 
 def check(device: torch.device) -> None:
-    """Raises unless it computes what it should here: what it is written in may change from one Triton to the next."""
-    numbers = torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)  # small and whole, so that sums are exact
+    """Raise unless it computes correct values here: Gluon may change between versions of Triton."""
+    numbers = torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)  # small integers, so that sums are exact
     x, weight = numbers[:20].bfloat16(), numbers.bfloat16()
     ours = linear(x, weight, tiling=Tiling(64, 32, 1, 64, 3, 3))
     if not torch.equal(ours, (x.float() @ weight.float().t()).bfloat16()):

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""A linear layer of one row, at the speed at which memory gives the weights: what decoding a single request consists of.
+"""Linear layer for one row, at the speed of reading the weights from memory: most of the work of decoding a single request.
 
-A program asks for all weights of some outputs at once, before its input is there: so all of a small layer is under way at the same time, and while
-the kernel before still runs (`dependent_launch`). What comes before and after a layer, and would cost a launch and a pass through memory, is done in
-it: the norm of its input, the gate of its output, its addition to the residual stream. Twin: `dovetail.nn.linear`.
+A program requests all weights of some outputs at once, before its input is available, while the previous kernel still runs (`dependent_launch`); so
+all loads of a small layer are in flight together. Operations around the layer that would cost a launch and a pass through memory are fused: the norm
+of its input, the gate of its output, the addition to the residual stream. Twin: `dovetail.nn.linear`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
-WIDE = 8192  # inputs from which on a program has more warps
+WIDE = 8192  # inputs from which a program has more warps
 OUTPUTS_OF_FLOAT8 = 4
 
 
@@ -26,8 +26,8 @@ def _linear(
     weight,  # [outputs, INPUTS]; GATED: gates, then ups
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
-    out,  # [outputs]; ADDS: it is added to
-    scales,  # of float8 weights: [outputs], or GROUP: [outputs / SHARING, inputs / GROUP]
+    out,  # [outputs]; ADDS: accumulated into
+    scales,  # of float8 weights: [outputs]; GROUP: [outputs / SHARING, inputs / GROUP]
     outputs,  # GATED: pairs
     eps,
     INPUTS: tl.constexpr,
@@ -42,14 +42,14 @@ def _linear(
     SHARING: tl.constexpr,  # a multiple of N
     PDL: tl.constexpr,
 ):
-    """N outputs."""
+    """Compute N outputs."""
     n, i = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, PADDED)
     real, inside = n < outputs, i < INPUTS
     mask = real[:, None] & inside[None, :]
     place = weight + n.to(tl.int64)[:, None] * INPUTS + i[None, :]
     let_next_begin(PDL)
     weights = tl.load(place, mask=mask, other=0.0)
-    if SCALED and GROUP > 0:  # the program's outputs have the same scales, so that inputs can be scaled
+    if SCALED and GROUP > 0:  # the program's outputs share scales, so scale the inputs
         groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
         scale_place = scales + tl.program_id(0) * N // SHARING * groups + i // GROUP
         input_scales = tl.load(scale_place, mask=inside, other=0.0)
@@ -62,7 +62,7 @@ def _linear(
     if NORMED:
         scale = tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps)
         values = values * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
-        values = values.to(x.dtype.element_ty).to(tl.float32)  # rounded as the twin does it
+        values = values.to(x.dtype.element_ty).to(tl.float32)  # round as the twin does
     if SCALED and GROUP > 0:
         sums = tl.sum(weights.to(tl.float32) * (values * input_scales)[None, :], 1)
     else:
@@ -98,11 +98,11 @@ def linear(
     scales: torch.Tensor | None = None,
     group: int = 0,
 ) -> torch.Tensor:
-    """x [1, inputs] and weight [outputs, inputs], contiguous -> [1, outputs]; computes in float32.
+    """Multiply x [1, inputs] by weight [outputs, inputs], contiguous -> [1, outputs]; computes in float32.
 
-    `norm`: (weight [inputs], eps) of an RMS norm that x goes through first. `gated`: silu of the first half of the outputs, times the second half.
-    `out` [1, outputs]: the result is added to it. `into` [1, outputs]: the result is written to it.
-    `scales` of float8 weights: as of `streamed.Stored`, with `group`, for which `takes_scales`.
+    `norm`: (weight [inputs], eps) of an RMS norm to apply to x first. `gated`: silu of the first half of the outputs, times the second half.
+    `out` [1, outputs]: add the result to it. `into` [1, outputs]: write the result to it.
+    `scales` of float8 weights: as in `streamed.Stored`, with `group`, if `takes_scales` allows it.
     """
     inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
     adds = out is not None
@@ -137,7 +137,7 @@ def linear(
 
 
 def takes_scales(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: bool) -> bool:
-    """True if the outputs of each program have the same scales, if these are for groups of inputs."""
+    """True if the outputs of each program share scales, or scales aren't per group of inputs."""
     if not group:
         return True
     sharing = len(weight) // len(scales)
@@ -145,5 +145,5 @@ def takes_scales(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: 
 
 
 def _outputs_at_once(padded: int, weight: torch.Tensor) -> int:
-    """Measured with `bench/products.py`, as are the warps."""
+    """Return the outputs per program; like the warps, measured with `bench/products.py`."""
     return max(2, min(8, 2 * WIDE // padded)) if weight.element_size() > 1 else OUTPUTS_OF_FLOAT8

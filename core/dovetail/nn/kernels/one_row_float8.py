@@ -1,21 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: N803 (constants are upper case)
-"""A linear layer of one row whose weights are float8, computed by matrix units: as in `one_row` a program asks for all weights of some outputs before
-its input is there, and does what stands around the layer; but it issues half of the instructions or less, so that a program, which reads nothing
-meanwhile, is done with them sooner.
+"""Linear layer for one row with float8 weights, on matrix units. Like `one_row`, a program requests all weights of some outputs before its input is
+available, and fuses the operations around the layer; but it issues at most half as many instructions, so that a program, which reads nothing
+meanwhile, finishes sooner.
 
-Matrix units multiply [16, 16] by [16, 8], and there is one row of inputs, not eight. So each warp cuts its inputs into eight slices, and an output's
-weights likewise. Of the products of each slice of weights with each slice of inputs, eight of 64 are wanted, which are then added up:
+Matrix units multiply [16, 16] by [16, 8], but there is one row of inputs, not eight. So each warp cuts its inputs into eight slices, and an output's
+weights likewise. Of the products of each slice of weights with each slice of inputs, the 8 on the diagonal of 64 are needed, and then added up:
 
     weights of output 0, slice 0 │ w … │              slice   0 1 … 7          │ ✓        │
     weights of output 0, slice 1 │ w … │   inputs of    │ x x … x │         =  │   ✓      │   ✓: the slices are the same
                                … │     │   a slice, ↓   │ …       │            │     …    │
     weights of output 0, slice 7 │ w … │                                       │        ✓ │
 
-Weights become float16, which is exact. Inputs become float16 as well, multiplied by a power of two for each slice, with which the slice's largest
-is from 2**14 to 2**15: of a bfloat16 nothing is lost unless it is below 2**-31 of that one. A thread loads the 16 weights that its matrix unit
-takes from it, so that neither weights nor inputs go through shared memory. Twin: `Float8.dequantized` and a product.
+Weights become float16, which is exact. Inputs also become float16, multiplied by a power of two per slice that moves the slice's largest magnitude
+to between 2**14 and 2**15: a bfloat16 is exact unless it is below 2**-31 of that magnitude. A thread loads the 16 weights that its matrix unit
+reads from it, so that neither weights nor inputs go through shared memory. Twin: `Float8.dequantized` and a product.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import launch
 
 WARPS = 4
-SLICES = 8  # of a warp's inputs
-SLICE = 128  # inputs; where weights have blocks, those with one scale
-CHUNK = WARPS * SLICES * SLICE  # inputs that a program multiplies at once
-LEAST_INPUTS = 2048  # with fewer, half of the warps would have nothing to do
-MOST_HELD = 16  # chunks of weights, of all outputs of a program: what registers have room for
-REGISTERS = 128  # of a thread, where weights take half of them: four programs have room then
+SLICES = 8  # per warp
+SLICE = 128  # inputs; with block scales, the inputs of a block
+CHUNK = WARPS * SLICES * SLICE  # inputs that a program multiplies per iteration
+LEAST_INPUTS = 2048  # with fewer, half of the warps would be idle
+MOST_HELD = 16  # chunks of weights over all outputs of a program: what fits into registers
+REGISTERS = 128  # per thread, with half of them for weights: four programs fit then
 
 
 @gluon.jit
 def _index(size: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
-    """Numbers from 0 on along one of three dimensions; the others have size 1."""
+    """Return 0 to size - 1 along one of three dimensions; the others have size 1."""
     first: gl.constexpr = 1 if dim == 0 else 0
     second: gl.constexpr = 1 if dim == 2 else 2
     numbers = gl.arange(0, size, layout=gl.SliceLayout(first, gl.SliceLayout(second, layout)))
@@ -57,8 +57,8 @@ def _linear(
     weight,  # [outputs, INPUTS] float8; GATED: gates, then ups
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
-    out,  # [outputs]; ADDS: it is added to
-    scales,  # [outputs], or GROUPS: [outputs / SHARING, GROUPS], of SLICE inputs each; GATED: gates', then ups'
+    out,  # [outputs]; ADDS: accumulated into
+    scales,  # [outputs]; GROUPS: [outputs / SHARING, GROUPS], for SLICE inputs each; GATED: gates', then ups'
     outputs,  # GATED: pairs
     eps,
     INPUTS: gl.constexpr,
@@ -74,10 +74,10 @@ def _linear(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """N outputs. Tensors of weights are [warps, outputs and slices, SLICE], of inputs [warps, SLICE, slices], of products [warps, outputs and
-    slices, slices]; tuples of them, one a chunk."""
+    """Compute N outputs. Tensors of weights are [warps, outputs and slices, SLICE], of inputs [warps, SLICE, slices], of products [warps, outputs and
+    slices, slices], in tuples with one per chunk."""
     per_output: gl.constexpr = 2 if GATED else 1
-    of_program: gl.constexpr = N * per_output  # a gate and its up lie beside each other
+    of_program: gl.constexpr = N * per_output  # a gate and its up are adjacent
     rows: gl.constexpr = of_program * 8
     chunk_inputs: gl.constexpr = num_warps * 8 * SLICE
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[num_warps, 1, 1], instr_shape=[1, 16, 8])
@@ -89,10 +89,10 @@ def _linear(
     n = first + row // 8 // per_output + row // 8 % per_output * outputs
     k, s = _index(SLICE, 1, inputs_layout), _index(8, 2, inputs_layout)
     of_warp, of_inputs_warp = _index(num_warps, 0, weights_layout) * (8 * SLICE), _index(num_warps, 0, inputs_layout) * (8 * SLICE)
-    if GROUPS > 0:  # a slice's inputs have one scale
+    if GROUPS > 0:  # a slice has one scale
         at_weight = of_warp + row % 8 * SLICE + i
         at_input = of_inputs_warp + s * SLICE + k
-    else:  # halves of slices take turns, so that what a warp loads at once lies together
+    else:  # interleave halves of slices, so that a warp's loads are contiguous
         at_weight = of_warp + i // (SLICE // 2) * (4 * SLICE) + row % 8 * (SLICE // 2) + i % (SLICE // 2)
         at_input = of_inputs_warp + k // (SLICE // 2) * (4 * SLICE) + s * (SLICE // 2) + k % (SLICE // 2)
     if PDL:
@@ -120,13 +120,13 @@ def _linear(
         values = gl.load(x + at, mask=at < INPUTS, other=0.0).to(gl.float32)
         if NORMED:
             squares = gl.fma(values, values, squares)
-            values *= gl.load(norm + at, mask=at < INPUTS, other=0.0).to(gl.float32)  # the rest of the norm comes last, as it is one factor
+            values *= gl.load(norm + at, mask=at < INPUTS, other=0.0).to(gl.float32)  # the rest of the norm is one factor, applied last
         inputs += (values,)
     wanted = gl.where(sums_row % 8 == _index(8, 2, sums_layout), 1.0, 0.0)
     sums = gl.zeros([num_warps, rows, 8], gl.float32, layout=sums_layout)
     for chunk in gl.static_range(CHUNKS):
         largest = gl.max(gl.abs(inputs[chunk]), 1).to(gl.int32, bitcast=True)
-        power = gl.maximum(largest & 0x7F800000, 22 << 23)  # of two, as the bits of a float32: with less, what divides would be infinite
+        power = gl.maximum(largest & 0x7F800000, 22 << 23)  # of two, as float32 bits; clamped so that its reciprocal is finite
         factor = ((254 << 23) - power + (14 << 23)).to(gl.float32, bitcast=True)
         back = (power - (14 << 23)).to(gl.float32, bitcast=True)
         narrow = (inputs[chunk] * gl.expand_dims(factor, 1)).to(gl.float16)
@@ -136,7 +136,7 @@ def _linear(
             scaling *= group_scales[chunk]
         sums = gl.fma(products, scaling, sums)
 
-    across: gl.constexpr = min(32, 32 * num_warps // N)  # threads that add up an output, or two beside each other
+    across: gl.constexpr = min(32, 32 * num_warps // N)  # threads that sum an output, or two adjacent ones
     by_output: gl.constexpr = gl.BlockedLayout([per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0])
     sums = gl.reshape(gl.permute(gl.reshape(sums, [num_warps, of_program, 64]), [1, 0, 2]), [of_program, num_warps * 64])
     result = gl.sum(gl.convert_layout(sums, by_output), 1)
@@ -172,10 +172,12 @@ def linear(
     scales: torch.Tensor,
     at_once: int | None = None,
 ) -> torch.Tensor:
-    """x [1, inputs], float16 or bfloat16, and a weight [outputs, inputs] that `takes` allows, contiguous -> [1, outputs]; adds up in float32.
+    """Multiply x [1, inputs], float16 or bfloat16, by a weight [outputs, inputs] that `takes` accepts, contiguous -> [1, outputs]; accumulates in
+    float32.
 
-    `norm`, `gated`, `out`, `into`: as of `one_row.linear`. `scales` [outputs], or [outputs / n, inputs / SLICE], rounded up: the weight's numbers
-    are multiplied by these. `at_once`: outputs of a program, instead of those measured as best.
+    `norm`, `gated`, `out`, `into`: see `one_row.linear`. `scales` [outputs], or [outputs / n, inputs / SLICE] (rounded up): multipliers of the
+    weight.
+    `at_once`: outputs per program, instead of the best ones measured.
     """
     inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
     adds = out is not None
@@ -213,19 +215,19 @@ def linear(
 
 
 def outputs_at_once(weight: torch.Tensor, gated: bool) -> int:
-    """Return how many outputs of a weight [outputs, inputs] a program computes, gates and ups counted apart: a power of two. 0 if not even two have
-    room. Measured on an H200."""
+    """Return the number of outputs of a weight [outputs, inputs] that a program computes, counting gates and ups separately: a power of two; 0 if
+    not even two fit. Measured on an H200."""
     outputs, inputs = weight.shape
     chunks, gpu = ceil(inputs / CHUNK), gpu_of(weight.device)
     if chunks == 1 and not gated and gpu is not None and outputs <= 16 * 2 * gpu.processors:
-        return 16  # there is room for all programs at once
+        return 16  # all programs fit at once
     most = min(8 if chunks == 1 else 4, MOST_HELD // chunks)
     return 0 if most < 2 else 1 << most.bit_length() - 1
 
 
 def takes(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: bool) -> bool:
-    """True if the kernel can multiply this weight [outputs, inputs], whose outputs have a scale each, or one for each `group` of inputs, and is
-    quicker than `one_row`: unless more than an eighth of what it multiplies isn't there, in several chunks."""
+    """True if the kernel can multiply this weight [outputs, inputs], with a scale per output, or per `group` of inputs, and is faster than
+    `one_row`: not if more than an eighth of what it multiplies would be padding, with several chunks."""
     outputs, inputs = weight.shape
     chunks, at_once = ceil(inputs / CHUNK), outputs_at_once(weight, gated)
     if inputs < LEAST_INPUTS or inputs % 16 or not at_once or outputs % at_once:
@@ -234,8 +236,8 @@ def takes(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: bool) -
 
 
 def check(device: torch.device) -> None:
-    """Raises unless it computes what it should here: what it is written in may change from one Triton to the next."""
-    x = torch.arange(CHUNK + SLICE, device=device).remainder(7).sub(3)[None].bfloat16()  # small and whole, so that sums are exact
+    """Raise unless it computes correct values here: Gluon may change between versions of Triton."""
+    x = torch.arange(CHUNK + SLICE, device=device).remainder(7).sub(3)[None].bfloat16()  # small integers, so that sums are exact
     weight = torch.arange(8 * x.shape[1], device=device).remainder(5).sub(2).view(8, -1).float()
     ours = linear(x, weight.to(torch.float8_e4m3fn), scales=torch.ones(8, device=device))
     if not torch.equal(ours, (x.float() @ weight.t()).bfloat16()):

@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: N803 (constants are upper case)
-"""A linear layer of one row whose weights have 4 bits: `one_row`, but for reading the weights, eight in each 32-bit word. Twin: `dequantized` of the
-format in `dovetail.nn.format.int4`.
+"""Linear layer for one row with 4-bit weights: like `one_row`, but reading weights as 32-bit words of eight. Twin: `dequantized` of the format in
+`dovetail.nn.format.int4`.
 
-Unpacking weights and multiplying each by a float takes more instructions than there is time for while memory brings them. So inputs become integers,
-since a GPU adds up four products of bytes at once (dp4a): the 32 inputs of four words, "a chunk", get a power of two as their scale, with which the
-largest has 22 bits, in three bytes. Sums of integers are exact. An input is rounded only where it is less than 2**-14 of the largest of its chunk
-(float16: 2**-11), and then by 2**-22 of that one at most.
+Unpacking weights and multiplying each by a float takes more instructions than there is time for while memory delivers them. So inputs become
+integers, since a GPU accumulates four byte products in one instruction (dp4a): the 32 inputs of four words (a chunk) share a power of two as their
+scale, with which the largest has 22 bits, in three bytes. Sums of integers are exact. An input is rounded only if it is less than 2**-14 of the
+largest of its chunk (float16: 2**-11), and then by at most 2**-22 of that one.
 
     word  ┌ bytes 0 to 3 & 15 = weights of inputs first + 0 … 3  ┐     bytes of these integers: high (signed), middle, low
           └ bytes 0 to 3 >> 4 = weights of inputs first + 64 … 67 ┘ ×  sums = (high × 256 + middle) × 256 + low - zero point × sum of the integers
@@ -25,14 +25,14 @@ from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.streamed import Stored
 
 WARPS = 4
-TILE = 128  # chunks that a program computes with at once: a thread of four warps has one
-MOST_CHUNKS = 3584  # of a program's weights: with fewer, inputs are made integers more often than needed; with more, registers run out
-MOST_OUTPUTS = 16  # as MOST_CHUNKS chosen by counting instructions (`bench.instructions`); `bench.formats --only one-row` confirms both
+TILE = 128  # chunks per iteration of a program: one per thread of four warps
+MOST_CHUNKS = 3584  # per program: with fewer, inputs are converted more often than needed; with more, registers run out
+MOST_OUTPUTS = 16  # like MOST_CHUNKS, chosen by counting instructions (`bench.instructions`), confirmed by `bench.formats --only one-row`
 
 
 @triton.jit
 def _quarters(words):
-    """[N, 4 * CHUNKS] as four of [N, CHUNKS]: first words of chunks, second ones, …"""
+    """Split [N, 4 * CHUNKS] into four [N, CHUNKS]: the first words of chunks, the second words, …"""
     even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 4, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -41,21 +41,21 @@ def _quarters(words):
 
 @triton.jit
 def _first_input(chunk):
-    """The input of the lowest bits of a chunk: 15 more follow, and 16 from 64 inputs further on."""
+    """Return the first input of a chunk, which has 16 inputs from there and 16 more from 64 inputs later."""
     return chunk // 4 * 128 + chunk % 4 * 16
 
 
 @triton.jit
 def _load_inputs(values, chunk, at: tl.constexpr, INPUTS: tl.constexpr):
-    """[CHUNKS, 8] float32: inputs of chunks from the first of each and `at` on. A thread reads 16 bytes at once: so it gets the inputs of one chunk,
-    whose weights it reads as well."""
+    """Load [CHUNKS, 8] float32: 8 inputs of each chunk, at offset `at`. A thread reads 16 bytes at once, so it gets the inputs of the chunk whose
+    weights it also reads."""
     i = _first_input(chunk)[:, None] + at + tl.arange(0, 8)[None, :]
     return tl.load(values + i, mask=i < INPUTS, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_of_groups(values, n, real, chunk, at: tl.constexpr, outputs, INPUTS: tl.constexpr, GROUP: tl.constexpr):
-    """[N, CHUNKS]: scales or zero points of the inputs of chunks from the first of each and `at` on."""
+    """Load [N, CHUNKS]: scales or zero points of the inputs at offset `at` of each chunk."""
     i = _first_input(chunk) + at
     return tl.load(values + (i // GROUP)[None, :] * outputs + n[:, None], mask=real[:, None] & (i < INPUTS)[None, :], other=0)
 
@@ -75,7 +75,7 @@ def _load(
     GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
 ):
-    """Load what is stored of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points of their low halves and of the high ones."""
+    """Load the weights of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points of their low and of their high halves."""
     chunk, w = tile * CHUNKS + tl.arange(0, CHUNKS), tile * CHUNKS * 4 + tl.arange(0, CHUNKS * 4)
     words = tl.load(weight + n.to(tl.int64)[:, None] * WORDS + w[None, :], mask=real[:, None] & (w < WORDS)[None, :], other=0)
     low_scale = _load_of_groups(scales, n, real, chunk, 0, outputs, INPUTS, GROUP)
@@ -90,7 +90,7 @@ def _load(
 
 @triton.jit
 def _words(numbers, factor):
-    """Numbers [CHUNKS, 8] as integers: two words [CHUNKS] of their lowest bytes, of their middle ones and of the highest; and their sums [CHUNKS]."""
+    """Convert [CHUNKS, 8] to integers: two words [CHUNKS] each of their low, middle and high bytes; and their sums [CHUNKS]."""
     integers = raised(numbers, factor[:, None])
     even, odd = tl.split(tl.reshape(integers, (integers.shape[0], 2, 2, 2)))
     a, c = tl.split(even)
@@ -101,7 +101,7 @@ def _words(numbers, factor):
 
 @triton.jit
 def _integers(first, second, factor):
-    """16 inputs of each chunk as integers: three tuples of their bytes, the highest first, of four words [CHUNKS] each; and their sums [CHUNKS]."""
+    """Convert 16 inputs of each chunk to integers: three tuples of bytes, high first, with four words [CHUNKS] each; and their sums [CHUNKS]."""
     low, middle, high, sums = _words(first, factor)
     more_low, more_middle, more_high, more_sums = _words(second, factor)
     return (high + more_high, middle + more_middle, low + more_low), sums + more_sums
@@ -121,7 +121,7 @@ def _add(sums, halves, bytes_of_inputs, SIGNED: tl.constexpr):
 
 @triton.jit
 def _sums(stored, integers, GROUP: tl.constexpr):
-    """[N, CHUNKS] float32."""
+    """Return the scaled sums [N, CHUNKS] float32."""
     words, low_scale, high_scale, low_zero, high_zero = stored
     low_bytes, low_sum, high_bytes, high_sum, scale = integers
     quarters = _quarters(words)
@@ -139,7 +139,7 @@ def _sums(stored, integers, GROUP: tl.constexpr):
             low *= 256
             high *= 256
         low = _add(low, low_halves, low_bytes[place], place == 0)
-        if GROUP >= 128:  # in one sum, as the scale is one
+        if GROUP >= 128:  # one sum, since there is one scale
             low = _add(low, high_halves, high_bytes[place], place == 0)
         else:
             high = _add(high, high_halves, high_bytes[place], place == 0)
@@ -156,12 +156,12 @@ def _linear_int4(
     zeros,  # likewise
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
-    out,  # [outputs]; ADDS: it is added to
+    out,  # [outputs]; ADDS: accumulated into
     outputs,  # GATED: pairs
     eps,
     INPUTS: tl.constexpr,
     WORDS: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of a tile
+    CHUNKS: tl.constexpr,  # per tile
     TILES: tl.constexpr,
     N: tl.constexpr,
     GROUP: tl.constexpr,
@@ -172,7 +172,7 @@ def _linear_int4(
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs."""
+    """Compute N outputs."""
     n, chunk = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, CHUNKS)
     real = n < outputs
     stored_outputs = outputs * 2 if GATED else outputs
@@ -199,7 +199,7 @@ def _linear_int4(
             values = inputs[tile][part]
             if NORMED:
                 values = values * scale * _load_inputs(norm, chunk + tile * CHUNKS, part // 2 * 64 + part % 2 * 8, INPUTS)
-                values = values.to(x.dtype.element_ty).to(tl.float32)  # rounded as the twin does it
+                values = values.to(x.dtype.element_ty).to(tl.float32)  # round as the twin does
             largest = tl.maximum(largest, _largest_bits(values))
             own += (values,)
         factor, of_chunk = scale_of(largest)
@@ -234,10 +234,9 @@ def linear(
     at_once: int | None = None,
     warps: int | None = None,
 ) -> torch.Tensor:
-    """x [1, inputs], contiguous, and a weight of 4 bits -> [1, outputs], like x; computes in integers, and adds up in float32.
+    """Multiply x [1, inputs], contiguous, by a 4-bit weight -> [1, outputs] in x's dtype; multiplies integers and accumulates in float32.
 
-    `norm`, `gated`, `out`, `into`: as of `one_row.linear`. `at_once`: outputs of a program, and `warps`: its warps, instead of those measured
-    as best.
+    `norm`, `gated`, `out`, `into`: see `one_row.linear`. `at_once` and `warps`: outputs and warps per program, instead of the best ones measured.
     """
     words = weight.values.view(torch.int32)
     outputs = len(words) // (2 if gated else 1)
@@ -276,5 +275,5 @@ def linear(
 
 
 def outputs_at_once(chunks: int) -> int:
-    """Return how many outputs, of so many chunks each, a program computes: a power of two."""
+    """Return the number of outputs per program, a power of two, for outputs of `chunks` chunks each."""
     return max(2, min(MOST_OUTPUTS, 1 << (MOST_CHUNKS // chunks).bit_length() >> 1))

@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""All that happens to a token's q, k and v between their projection and attention, reading and writing each number once. Twin: `dovetail.nn.qkv`.
+"""Everything between the projection of q, k and v and attention, fused: reads and writes each value once. Twin: `dovetail.nn.qkv`.
 
-A program takes some heads of one token, of whichever of the three sorts:
+A program handles some heads of one token, of any of the three kinds:
 
     qkv   | q head 0 | … | k head 0 | … | v head 0 | …        one token
-            normed, turned, in place
-                           normed, turned, to the cache
-                                          as it is, to the cache
+            normed, rotated, in place
+                           normed, rotated, to the cache
+                                          unchanged, to the cache
 
-What goes to a cache of FP8 is rounded to the dtype of qkv first, as if `AttentionLayer.write` had got it.
+Values for an FP8 cache are rounded to the dtype of qkv first, as if they had been passed to `AttentionLayer.write`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.e4m3 import scaled_codes
 from dovetail.nn.kernels.launch import launch
 
-NUMBERS = 2048  # that a program turns, about
-NUMBERS_PER_WARP = 512  # 16 bytes of bfloat16 of each half a thread; never less than one each, or some would be read after they were overwritten
+NUMBERS = 2048  # per program, approximately
+NUMBERS_PER_WARP = 512  # 16 bytes of bfloat16 of each half per thread; with less than one value, some would be overwritten before they are read
 
 
 @triton.jit
@@ -37,14 +37,14 @@ def _norm_turn_write(
     positions,
     k_cache,
     v_cache,
-    slots,  # [tokens] int64; -1: nowhere
+    slots,  # [tokens] int64; -1: not stored
     k_scale,  # [] float32
     v_scale,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,  # at least D / 2, a power of 2
+    HALF: tl.constexpr,  # D / 2 padded to a power of 2
     M: tl.constexpr,  # heads
     NORMED: tl.constexpr,
     WRITES: tl.constexpr,
@@ -97,7 +97,7 @@ def _norm_turn_write(
 
 @triton.jit
 def _kept(values, scale, SCALED: tl.constexpr):
-    """Return what the cache keeps of K or V."""
+    """Return K or V in the cache's dtype."""
     if SCALED:
         values = scaled_codes(values.to(tl.float32), tl.load(scale))
     return values
@@ -112,16 +112,16 @@ def norm_turn_write(
     positions: torch.Tensor,
     cache: FusedCache | None,
 ) -> None:
-    """In qkv [tokens, heads + 2 * kv_heads, head_size], contiguous, q and k are normed (if `weight` [(heads + kv_heads) * head_size] is given)
-    and turned by `table` [max_len, head_size] float32 at `positions` [tokens] int64. q stays in place. So does k without a `cache`; with one, k
-    and v go to it, as codes of e4m3 if it has `scales`, and k's place in qkv is undefined. Computes in float32."""
+    """Norm (if `weight` [(heads + kv_heads) * head_size] is given) and rotate q and k of qkv [tokens, heads + 2 * kv_heads, head_size], contiguous,
+    by `table` [max_len, head_size] float32 at `positions` [tokens] int64. q stays in place, and so does k without a `cache`; with one, k and v are
+    stored there, as e4m3 codes if it has `scales`, and k's values in qkv become undefined. Computes in float32."""
     tokens, all_heads, size = qkv.shape
     half = triton.next_power_of_2(size // 2)
     heads_at_once = min(triton.next_power_of_2(all_heads), max(1, NUMBERS // (2 * half)))
     if not tokens:
         return
     k, v, slots = (qkv, qkv, positions) if cache is None else (cache.k, cache.v, cache.slots)
-    k_scale = v_scale = table  # that nobody reads
+    k_scale = v_scale = table  # unused
     if cache is not None and cache.scales is not None:
         k, v, k_scale, v_scale = k.view(torch.uint8), v.view(torch.uint8), cache.scales.k, cache.scales.v
     k_strides, v_strides = _strides(cache.k if cache else None), _strides(cache.v if cache else None)

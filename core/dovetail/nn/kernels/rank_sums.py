@@ -1,18 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Sums and gatherings over several GPUs, each in one kernel: `add_shares` adds a sum to the residual stream and norms it for the next layer,
-`sum_parts` and `gather_parts` do the rest.
+"""Collectives over several GPUs, each in one kernel: `add_shares` adds a sum to the residual stream and norms it for the next layer;
+`sum_parts` and `gather_parts` are all-reduce and all-gather.
 
-Each rank has written its part to memory that all ranks can read. A program tells its counterparts on the other ranks that its rank's part is there,
-waits until they have said the same, and reads all parts. `runtime.rank_shares` says why the memory may then be overwritten. Twins: an all-reduce with
+Each rank has written its part to memory that all ranks can read. A program signals its counterparts on the other ranks that its rank's part is
+ready, waits for their signals, and reads all parts. `runtime.rank_shares` explains when the memory may be overwritten. Twins: an all-reduce with
 `dovetail.nn.residual`, an all-reduce, an all-gather.
 
-A dead rank never signals, and a GPU that is full of waiting programs and of those that are to follow can run nothing that would release them. So
-programs that wait poll `released`, a number in the host's memory, now and then: once it isn't 0 they stop waiting, and their results are undefined.
+A dead rank never signals, and a GPU that is full of waiting programs and their successors can't run a kernel that would release them. So waiting
+programs occasionally poll `released`, a value in host memory: once it isn't 0 they stop waiting, and their results are undefined.
 
-Such a look is dear: the host answers reads one after the other. If all threads of all programs look at once, this takes milliseconds, in which no
-program sees the signal that has come meanwhile; then the rank is late for the next sum, where the other ranks look, and so on. So one thread of a
-program looks, and the programs look in turn.
+Such a poll is expensive: the host answers reads one after the other. If all threads of all programs poll at once, this takes milliseconds, in which
+no program sees a signal that has arrived meanwhile; then the rank is late for the next sum, the other ranks poll, and so on. So only one thread of
+a program polls, and programs take turns.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.row import warps_of_row
 
-MOST_PROGRAMS = 264  # of a launch: two for each multiprocessor of a Hopper, so that all of them run at once
-BLOCK = 4096  # numbers that a program exchanges at once
-LOOK = tl.constexpr(4096)  # attempts between two looks of a program at the host's memory: some milliseconds
-TURN = tl.constexpr(LOOK.value // MOST_PROGRAMS)  # attempts between the looks of two programs
+MOST_PROGRAMS = 264  # per launch: two per multiprocessor of a Hopper, so that all run at once
+BLOCK = 4096  # numbers per program and iteration
+LOOK = tl.constexpr(4096)  # attempts between two polls of host memory by a program: some milliseconds
+TURN = tl.constexpr(LOOK.value // MOST_PROGRAMS)  # attempts between the polls of two programs
 
 
 @triton.jit
 def _meet(flags, released, program, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Signal to the counterparts of this program on the other ranks, and wait for their signals. -> 0, or 1 if `released` ended the wait.
+    """Signal the counterparts of this program on the other ranks, and wait for their signals. Returns 0, or 1 if `released` ended the wait.
 
-    All threads of a program must leave the loop together. An atomic operation is executed by one thread, and its result broadcast; so what one has
-    read goes through the flag that nobody sets, this rank's own. BLOCK: at least as many as there are threads."""
+    All threads of a program must leave the loop together. An atomic operation is executed by one thread and its result broadcast; so the value that
+    one thread polled passes through the flag that no rank sets, this rank's own. BLOCK: at least the number of threads."""
     i = tl.arange(0, BLOCK)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
@@ -63,7 +63,7 @@ def _meet(flags, released, program, RANK: tl.constexpr, RANKS: tl.constexpr, BLO
 def _add_shares(
     shares,  # [RANKS] int64: addresses of the ranks' memory
     flags,  # [RANKS] int64: addresses of the ranks' flags, [MOST_PROGRAMS, RANKS] int32
-    released,  # [1] int32, the host's
+    released,  # [1] int32 in host memory
     x,  # [rows, SIZE]
     weight,  # [SIZE]
     out,  # [rows, SIZE]
@@ -76,7 +76,7 @@ def _add_shares(
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The rows at program_id, program_id + programs, …"""
+    """Process the rows at program_id, program_id + programs, …"""
     let_next_begin(PDL)
     program = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _add_shares(
     while row < rows:
         at = row.to(tl.int64) * SIZE + i
         values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        for rank in tl.static_range(RANKS):  # in the same order on all ranks, so that all have the same sum
+        for rank in tl.static_range(RANKS):  # same order on all ranks, so that all compute the same sum
             share = tl.multiple_of(tl.load(shares + rank).to(tl.pointer_type(x.dtype.element_ty)), 16)
             values += tl.load(share + at, mask=mask, other=0.0).to(tl.float32)
         rounded = values.to(x.dtype.element_ty)
@@ -104,9 +104,9 @@ def _add_shares(
 @triton.jit
 def _exchange(
     parts,  # [RANKS] int64: addresses of the ranks' memory
-    arrived,  # [RANKS] int64: addresses of the ranks' flags, [MOST_PROGRAMS, RANKS] int32: the part is there
+    arrived,  # [RANKS] int64: addresses of the ranks' flags, [MOST_PROGRAMS, RANKS] int32: the part is ready
     read,  # likewise: all parts have been read
-    released,  # [1] int32, the host's
+    released,  # [1] int32 in host memory
     out,  # [numbers], or [numbers / columns, RANKS, columns]
     numbers,
     columns,
@@ -116,7 +116,7 @@ def _exchange(
     SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Blocks of numbers at program_id, program_id + programs, …"""
+    """Process the blocks of numbers at program_id, program_id + programs, …"""
     let_next_begin(PDL)
     program = tl.program_id(0)
     wait(PDL)
@@ -126,7 +126,7 @@ def _exchange(
         i = start + tl.arange(0, BLOCK)
         mask = i < numbers
         total = tl.zeros((BLOCK,), tl.float32)
-        for rank in tl.static_range(RANKS):  # in the same order on all ranks, so that all have the same sum
+        for rank in tl.static_range(RANKS):  # same order on all ranks, so that all compute the same sum
             part = tl.multiple_of(tl.load(parts + rank).to(tl.pointer_type(out.dtype.element_ty)), 16)
             values = tl.load(part + i, mask=mask, other=0.0)
             if SUM:
@@ -143,11 +143,11 @@ def _exchange(
 def add_shares(
     x: torch.Tensor, shares: torch.Tensor, flags: torch.Tensor, released: torch.Tensor, rank: int, norm: tuple[torch.Tensor, float] | None
 ) -> torch.Tensor | None:
-    """x [rows, size] += the sum over the ranks of their shares, of x's shape and dtype, added up in float32.
+    """Add to x [rows, size], in place, the sum over the ranks of their shares, which have x's shape and dtype; accumulates in float32.
 
-    `shares` and `flags` [ranks] int64 are addresses that this GPU can use: of each rank's share, and of its flags [MOST_PROGRAMS, ranks] int32,
-    which are 0 before and after. `released` [1] int32 is pinned memory of the host. `rank` is this one. All ranks must call it with as many rows.
-    `norm`: (weight [size], eps) of an RMS norm; then x's norm is returned, like x, and otherwise None.
+    `shares` and `flags` [ranks] int64: addresses, valid on this GPU, of each rank's share and of its flags [MOST_PROGRAMS, ranks] int32, which are 0
+    before and after. `released` [1] int32: pinned host memory. `rank`: this rank. All ranks must call it with the same number of rows.
+    `norm`: (weight [size], eps) of an RMS norm; then the normed x is returned, otherwise None.
     """
     rows, size = x.shape
     out, block = None if norm is None else torch.empty_like(x), triton.next_power_of_2(size)
@@ -174,23 +174,23 @@ def add_shares(
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The addresses that an exchange uses, each [ranks] int64 and usable by this GPU, and whose it is."""
+    """Addresses of one collective, each [ranks] int64 and valid on this GPU, and the rank that uses them."""
 
-    parts: torch.Tensor  # the ranks' parts
-    arrived: torch.Tensor  # their flags [MOST_PROGRAMS, ranks] int32, which are 0 before and after: the part is there
+    parts: torch.Tensor  # each rank's part
+    arrived: torch.Tensor  # flags [MOST_PROGRAMS, ranks] int32, 0 before and after: the part is ready
     read: torch.Tensor  # likewise: all parts have been read
-    released: torch.Tensor  # [1] int32, pinned memory of the host
-    rank: int  # this one
+    released: torch.Tensor  # [1] int32, pinned host memory
+    rank: int  # this rank
 
 
 def sum_parts(out: torch.Tensor, exchange: Exchange) -> None:
-    """out = the sum over the ranks of their parts, which have out's size and dtype, added up in float32. out is contiguous. All ranks must call it
-    with as many numbers; when it has run, all have read all parts."""
+    """Set out, contiguous, to the sum over the ranks of their parts, which have out's size and dtype; accumulates in float32. All ranks must call it
+    with the same size; when it has run, all ranks have read all parts."""
     _launch_exchange(out, out.numel(), 1, exchange, sums=True)
 
 
 def gather_parts(out: torch.Tensor, columns: int, exchange: Exchange) -> None:
-    """out [rows, ranks, columns] = the ranks' parts [rows, columns]. The rest is as for `sum_parts`."""
+    """Set out [rows, ranks, columns] to the ranks' parts [rows, columns]; otherwise like `sum_parts`."""
     _launch_exchange(out, out.numel() // len(exchange.parts), columns, exchange, sums=False)
 
 

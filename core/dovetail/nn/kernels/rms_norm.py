@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""RMSNorm in one look at its input, and with an addition before it. Twins: `dovetail.nn.norm`, `dovetail.nn.residual`."""
+"""RMSNorm that reads its input once, optionally fused with a preceding addition. Twins: `dovetail.nn.norm`, `dovetail.nn.residual`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.nn.kernels.row import warps_of_row
 
 @triton.jit
 def normed_row(x, parts, weight, part_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """The norm of this program's row of x [rows, SIZE]: [BLOCK] float32, 0 beyond SIZE. If there are parts, the row changes first."""
+    """Return the norm of this program's row of x [rows, SIZE]: [BLOCK] float32, 0 beyond SIZE. PARTS are first added to the row in memory."""
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
     weights = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
@@ -44,7 +44,7 @@ def _rms_norm(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: a token."""
+    """Norm one row (a token)."""
     let_next_begin(PDL)
     normed = normed_row(x, parts, weight, part_stride, eps, SIZE, BLOCK, PARTS, PDL)
     i = tl.arange(0, BLOCK)
@@ -52,12 +52,12 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size], weight [size], contiguous -> like x; computes in float32."""
+    """Return the RMS norm of x [..., size] with weight [size], contiguous, in x's shape and dtype; computes in float32."""
     return _normed(x, None, weight, eps)
 
 
 def add_and_norm(x: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [rows, size] += the sum of parts [parts, rows, size], float32 or like x; x's norm, like x. All contiguous."""
+    """Add the sum of parts [parts, rows, size], float32 or of x's dtype, to x [rows, size] in place; return the norm of x. All contiguous."""
     return _normed(x, parts, weight, eps)
 
 

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803, N806 (constants are upper case)
-"""A linear layer of some rows whose weights have few bits: they stream through shared memory as they are stored, and are widened in registers, right
+"""Linear layer for few to many rows with low-bit weights: they stream through shared memory as stored, and are widened in registers right
 before matrix units multiply them. Twins: `dequantized` of the formats in `dovetail.nn.format`.
 
-A program computes a tile of the output, transposed, since matrix units take one of the two operands from registers: the left one. With one scale for
-many inputs, sums of these are scaled, not weights, so that no weight is rounded:
+A program computes a tile of the output, transposed, since matrix units take their left operand from registers. If many inputs share a scale, their
+sums are scaled instead of the weights, so that no weight is rounded:
 
     weights [N outputs, K inputs]  8 or 4 bits → 16 bits ─┐
     inputs  [K inputs, M rows]     16 bits (or 8) ────────┴─▶ sums [N, M] float32, × scales, added up over all K
@@ -26,21 +26,21 @@ from dovetail.nn.kernels.dependent_launch import fetch, let_next_begin, pdl_opti
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.widening import float8_to_16_bits, pairs_to_16_bits, shifted
 
-CHUNK = 128  # inputs that a program computes with at once
+CHUNK = 128  # inputs per iteration
 PROCESSORS = 132
-LEAST_ROWS = 16  # that matrix units compute at once, whatever there are
-MOST_ROWS = 128  # of a tile whose weights are widened
-MOST_NARROW_ROWS = 512  # in all, for tiles as small; with more, there are enough of larger ones
-SHARED_BYTES = 92 << 10  # of a program, so that a Hopper's processor has two, and an Ada's one
-FETCHED = 8  # chunks that are on their way from memory before the input is there
+LEAST_ROWS = 16  # minimum of matrix units
+MOST_ROWS = 128  # per tile, with widened weights
+MOST_NARROW_ROWS = 512  # in total, for small tiles; above, there are enough large ones
+SHARED_BYTES = 92 << 10  # per program, so that two fit on a processor of a Hopper, and one on an Ada's
+FETCHED = 8  # chunks in flight before the input is available
 MOST_PARTS = 8
-ENOUGH = 3 * PROCESSORS // 2  # programs, so that inputs needn't be split further
-LEAST_CHUNKS = 4  # of a part
+ENOUGH = 3 * PROCESSORS // 2  # programs; with that many, inputs aren't split further
+LEAST_CHUNKS = 4  # per part
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The share of one program: rows, outputs (pairs, if gated), and into how many parts the inputs are split; chunks that are under way at once."""
+    """Share of one program: rows, outputs (pairs if gated), number of parts that the inputs are split into, and chunks in flight."""
 
     rows: int
     outputs: int
@@ -50,18 +50,18 @@ class Tiling:
 
 
 class Stored(NamedTuple):
-    """Weights as the kernel takes them, contiguous.
+    """Weights in the kernel's layout, contiguous.
 
     8 bits: `values` [outputs, inputs] float8, `scales` [outputs] float32, or [outputs / n, inputs / group] with one for n outputs and `group` inputs.
-    4 bits: `values` [outputs, inputs / 2] uint8: byte j of each 64 has input j of 128 in its low half, input 64 + j in its high one; `scales` and
-    `zeros` (uint8; None: 8 everywhere) [inputs / group, outputs].
+    4 bits: `values` [outputs, inputs / 2] uint8: of each 128 inputs, byte j of 64 has input j in its low half and input 64 + j in its high half;
+    `scales` and `zeros` (uint8; None: 8 everywhere) [inputs / group, outputs].
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     inputs: int
-    group: int  # inputs with one scale; 8 bits: 0 if there is one for all
+    group: int  # inputs per scale; 8 bits: 0 if there is one for all inputs
 
     @property
     def is_int4(self) -> bool:
@@ -70,7 +70,7 @@ class Stored(NamedTuple):
 
 @triton.jit
 def _scale_of(scales, zeros, n, exists, group, outputs, DTYPE: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """Scales and zero points of outputs n for one group of inputs, or for several; they are [groups, outputs]."""
+    """Load scales and zero points, [groups, outputs], of outputs n for one or several groups of inputs."""
     at = group * outputs + n
     scale = tl.load(scales + at, mask=exists, other=0.0).to(tl.float32)
     if ASYMMETRIC:
@@ -82,7 +82,7 @@ def _scale_of(scales, zeros, n, exists, group, outputs, DTYPE: tl.constexpr, ASY
 
 @triton.jit
 def _scaled(weights, scales, zeros, n, exists, group, outputs, ASYMMETRIC: tl.constexpr):
-    """weights [N, 64], less their zero points, times their scales; of two groups of 32 inputs, from `group` on."""
+    """Return (weights - zero points) * scales for weights [N, 64] of two groups of 32 inputs, from `group` on."""
     DTYPE: tl.constexpr = weights.dtype
     both = group + tl.arange(0, 2)
     scale, zero = _scale_of(scales, zeros, n[:, None], exists[:, None], both[None, :], outputs, DTYPE, ASYMMETRIC)
@@ -93,7 +93,7 @@ def _scaled(weights, scales, zeros, n, exists, group, outputs, ASYMMETRIC: tl.co
 
 @triton.jit
 def _add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, outputs, BYTES: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """sums [N, M] and the products of one chunk; low and high [64, M] are its inputs."""
+    """Return sums [N, M] plus the products of one chunk; low and high [64, M] are its inputs."""
     j = tl.arange(0, 64)
     pairs = tl.load(weight + n.to(tl.int64)[:, None] * BYTES + chunk * 64 + j[None, :], mask=exists[:, None], other=0)
     low_weights, high_weights = pairs_to_16_bits(pairs, low.dtype)
@@ -107,7 +107,7 @@ def _add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, outputs,
         sums += tl.dot(low_weights - zero[:, None], low) * scale[:, None]
         scale, zero = _scale_of(scales, zeros, n, exists, chunk * 2 + 1, outputs, low.dtype, ASYMMETRIC)
         sums += tl.dot(high_weights - zero[:, None], high) * scale[:, None]
-    else:  # products of 32 inputs are too few to be scaled apart: the weights are, and rounded
+    else:  # groups of 32 are too small to scale their sums: scale the weights, which rounds them
         low_weights = _scaled(low_weights, scales, zeros, n, exists, chunk * 4, outputs, ASYMMETRIC)
         high_weights = _scaled(high_weights, scales, zeros, n, exists, chunk * 4 + 2, outputs, ASYMMETRIC)
         sums = tl.dot(low_weights, low, sums)
@@ -132,7 +132,7 @@ def _add_float8(
     WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
 ):
-    """sums [N, M] and the products of one chunk; inputs [K, M]."""
+    """Return sums [N, M] plus the products of one chunk; inputs [K, M]."""
     K: tl.constexpr = inputs.shape[0]
     inside = exists[:, None] & ((k >= 0) if WHOLE else (k < INPUTS))[None, :]
     weights = tl.load(weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=inside, other=0.0)
@@ -157,33 +157,33 @@ def _linear(
     scales,
     zeros,
     bias,  # [outputs]; GATED: gates, then ups, as are weights
-    out,  # [rows, outputs]; or [parts, rows, outputs], sums to be added up
+    out,  # [rows, outputs]; or [parts, rows, outputs], partial sums
     rows,
     outputs,  # GATED: pairs
     INPUTS: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,
     K: tl.constexpr,
-    CHUNKS: tl.constexpr,  # of a program
+    CHUNKS: tl.constexpr,  # per program
     GROUP: tl.constexpr,
-    SHARING: tl.constexpr,  # 8 bits: outputs with one scale
+    SHARING: tl.constexpr,  # 8 bits: outputs per scale
     INT4: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
-    NARROW: tl.constexpr,  # inputs have 8 bits, too
+    NARROW: tl.constexpr,  # inputs also have 8 bits
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     AHEAD: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile [N, M] of the output's transpose."""
+    """Compute a tile [N, M] of the output's transpose."""
     n, m = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1) * M + tl.arange(0, M)
     first = tl.program_id(2) * CHUNKS
     exists, there = n < outputs, m < rows
     WHOLE: tl.constexpr = INPUTS % K == 0
     BYTES: tl.constexpr = (INPUTS + 127) // 128 * 64 if INT4 else INPUTS
     stored = outputs * 2 if GATED else outputs
-    if PDL:  # each of these is a line of memory
+    if PDL:  # one load per memory line
         STEP: tl.constexpr = K // 2 if INT4 else K
         line = weight + n.to(tl.int64)[:, None] * BYTES + first * STEP + (tl.arange(0, AHEAD) * STEP)[None, :]
         fetch(tl.where(exists[:, None], line, weight))
@@ -261,8 +261,8 @@ def _linear(
 
 @cache
 def tiling_for(rows: int, outputs: int, inputs: int, *, int4: bool, gated: bool = False, in_parts: bool = False, narrow: bool = False) -> Tiling:
-    """Return a tiling for so many rows (padded to a power of two), outputs (pairs, if gated) and inputs. `in_parts`: sums may be left in parts.
-    `narrow`: the inputs have 8 bits."""
+    """Return a tiling for the number of rows (padded to a power of two), outputs (pairs if gated) and inputs. `in_parts`: partial sums are
+    allowed. `narrow`: the inputs have 8 bits."""
     if narrow and rows > MOST_NARROW_ROWS:
         return Tiling(128, 64 if gated else 128, 1, 3, 8)
     m, chunks = max(LEAST_ROWS, min(MOST_ROWS // (2 if gated and not narrow else 1), rows)), ceil(inputs / CHUNK)
@@ -288,11 +288,10 @@ def linear(
     tiling: Tiling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [rows, inputs], contiguous, float16 or bfloat16 -> [rows, outputs], like x; adds up in float32.
+    """Multiply x [rows, inputs], contiguous, float16 or bfloat16 -> [rows, outputs] in x's dtype; accumulates in float32.
 
-    `gated`: as of `one_row.linear`. `in_parts`: -> [parts, rows, outputs] float32, whose sum over the parts it is (`rms_norm.add_and_norm`).
-    `x_scales` [rows, inputs / group] float32, or [rows] where the weight has one for each output: x is float8 and to be multiplied by these; the
-    result is `dtype`.
+    `gated`: see `one_row.linear`. `in_parts`: return partial sums [parts, rows, outputs] float32 (see `rms_norm.add_and_norm`).
+    `x_scales` [rows, inputs / group] float32, or [rows] if the weight has one per output: multipliers of a float8 x; the result is `dtype`.
     """
     rows, inputs = x.shape
     outputs = weight.values.shape[0] // (2 if gated else 1)

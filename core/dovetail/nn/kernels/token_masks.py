@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Logits of tokens that a grammar forbids become -inf, in place. Twin: `dovetail.nn.token_masks`."""
+"""Sets logits of tokens that a grammar forbids to -inf, in place. Twin: `dovetail.nn.token_masks`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import triton.language as tl
 
 from dovetail.nn.kernels.launch import launch
 
-BLOCK = 4096  # logits that a program looks at
+BLOCK = 4096  # logits per program
 WARPS = 4
 
 
 @triton.jit
 def _mask_tokens(logits, lines, words, row_stride, words_stride, vocab_size, BLOCK: tl.constexpr):
-    """A part of one row. Nothing of the logits is read."""
+    """Mask a part of one row, without reading logits."""
     row = tl.program_id(0).to(tl.int64)
     line = tl.load(lines + row)
     if line >= 0:
@@ -29,7 +29,7 @@ def _mask_tokens(logits, lines, words, row_stride, words_stride, vocab_size, BLO
 
 
 def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, words: torch.Tensor) -> None:
-    """As the twin."""
+    """Like the twin."""
     rows, vocab_size = logits.shape
     if rows:
         grid = (rows, triton.cdiv(vocab_size, BLOCK))

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Weights of 4 bits as numbers of 16, for products of so many rows that this costs little beside them. Twin: `Int4.dequantized`."""
+"""Conversion of 4-bit weights to 16 bits, for products of so many rows that its cost is small. Twin: `Int4.dequantized`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.nn.kernels.launch import launch
 if TYPE_CHECKING:
     from dovetail.nn.kernels.streamed import Stored
 
-OUTPUTS = 64  # of a program
+OUTPUTS = 64  # per program
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _widen(
     N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """128 inputs of N outputs."""
+    """Widen 128 inputs of N outputs."""
     let_next_begin(PDL)
     n, chunk, j = tl.program_id(1) * N + tl.arange(0, N), tl.program_id(0), tl.arange(0, 64)
     exists = (n < outputs)[:, None]
@@ -50,7 +50,7 @@ def _widen(
 
 
 def widened(weight: Stored, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers [outputs, inputs] that a weight of 4 bits stands for, rounded to `dtype`."""
+    """Return the values [outputs, inputs] of a 4-bit weight, rounded to `dtype`."""
     outputs = len(weight.values)
     out = torch.empty((outputs, weight.inputs), dtype=dtype, device=weight.values.device)
     launch(_widen, (triton.cdiv(weight.inputs, 128), triton.cdiv(outputs, OUTPUTS)))(

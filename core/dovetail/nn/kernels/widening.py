@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803, SIM300 (constants are upper case, and arguments)
-"""Numbers of 8 and 4 bits as numbers of 16, in a kernel, without rounding. Twins: `tensor.to(dtype)`, but for what is no number, which is refused
+"""Conversion of 8-bit and 4-bit numbers to 16 bits within kernels, without rounding. Twins: `tensor.to(dtype)`, except for NaN, which is rejected
 when weights are loaded; and the integers themselves.
 
-To bfloat16 a GPU's own conversion takes longer than memory to bring the numbers, and what Triton makes of the same in shifts and masks takes as long.
-So bytes are spread over the upper or lower halves of 16-bit places, and masked, two places at once.
+A GPU's own conversion to bfloat16 takes longer than loading the numbers from memory, and so does Triton's code for the same shifts and masks. So
+bytes are spread over the upper or lower halves of 16-bit lanes and masked, two lanes at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 
 @triton.jit
 def float8_to_16_bits(narrow, DTYPE: tl.constexpr):
-    """Numbers of e4m3 as bfloat16 or float16. For bfloat16 sign, exponent and mantissa are put to their places, and what is then missing in the
-    exponent, 127 less 7, is multiplied: by 2**120."""
+    """Convert e4m3 to bfloat16 or float16. For bfloat16, sign, exponent and mantissa are shifted into place, and the difference of the exponent
+    biases, 127 - 7, is made up by multiplying by 2**120."""
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -43,7 +43,7 @@ def float8_to_16_bits(narrow, DTYPE: tl.constexpr):
 
 @triton.jit
 def pairs_to_16_bits(pairs, DTYPE: tl.constexpr):
-    """The low and the high halves of bytes, from 0 to 15, in the lowest bits of the mantissa of 128 (bfloat16) or 1024 (float16)."""
+    """Return the low and the high halves of bytes, 0 to 15, as the lowest mantissa bits of 128 (bfloat16) or 1024 (float16)."""
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -70,7 +70,7 @@ def pairs_to_16_bits(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def shifted(small, DTYPE: tl.constexpr):
-    """Integers below 128, as `pairs_to_16_bits` gives them."""
+    """Return integers below 128 in the form that `pairs_to_16_bits` returns."""
     if DTYPE == tl.bfloat16:
         return (small.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
     else:
