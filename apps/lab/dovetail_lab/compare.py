@@ -89,6 +89,11 @@ class Line:
         return f"{verb} {self.label} by {100 * abs(change.relative):.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
 
     @property
+    def direction(self) -> str:
+        """The change in words, without its size: "cuts p99 TTFT"."""
+        return f"{'cuts' if self.change.relative < 0 else 'raises'} {self.label}"
+
+    @property
     def bare(self) -> str:
         """The change without an interval: "p99 TTFT +31.0 %"."""
         return f"{self.label} {f'{100 * self.change.relative:+.1f} %' if math.isfinite(self.change.relative) else 'from nothing'}"
@@ -322,10 +327,11 @@ def change_rows(lines: Sequence[Line]) -> Iterator[tuple[Line, list[str]]]:
         of_metric = list(same)
         texts = iter(evenly([value for line in of_metric for value in (line.change.a, line.change.b)]))
         for line in of_metric:
-            yield line, [next(texts), next(texts), _signed(line.change.relative), _interval(line.change)]
+            yield line, [next(texts), next(texts), signed_per_cent(line.change.relative), _interval(line.change)]
 
 
-def _signed(value: float) -> str:
+def signed_per_cent(value: float) -> str:
+    """Return a share as "+12.3 %", or a dash for NaN."""
     return MISSING if math.isnan(value) else f"{_tenths(value)} %"
 
 

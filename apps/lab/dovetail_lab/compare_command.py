@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dovetail import EngineConfig
     from dovetail_lab.compare import Comparison
     from dovetail_lab.records import RunResult
+    from dovetail_lab.step_error import Repeated
 
 
 def compare(
@@ -39,6 +40,14 @@ def compare(
     confidence: Annotated[float, typer.Option("--confidence", help="Of each interval.")] = 0.95,
     resamples: Annotated[int, typer.Option("--resamples", help="Of the bootstrap.")] = 2_000,
     decisions: Annotated[bool, typer.Option("--decisions", help="Write a log of decisions of each run, for Perfetto, into --out.")] = False,
+    step_time_error: Annotated[
+        float | None,
+        typer.Option(
+            "--step-time-error",
+            metavar="SHARE",
+            help="Repeat the comparison with all steps longer and shorter by this share; 0 doesn't.  [default: the error that the step times state]",
+        ),
+    ] = None,
     keep_runs: Annotated[bool, typer.Option("--keep-runs", help="Write each run into --out, for `dovetail lab report`.")] = False,
     step_time: StepTime = None,
     settings: SettingsOfSeveral = [],  # noqa: B006 typer makes a list of its own
@@ -48,6 +57,7 @@ def compare(
     need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import compare as comparing
     from dovetail_lab.planned_runs import PlannedRun, keep, run_all
+    from dovetail_lab.step_error import Repeated, StepErrors
 
     if len(engines) < 2:
         raise ConfigError("a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …")
@@ -58,32 +68,38 @@ def compare(
     routing = routed.routing(list(configs))
     if decisions and any(routing.values()):
         raise ConfigError("--decisions: a log is of one engine: leave it out, or --replicas")
+    errors = StepErrors.find(configs, step_time_error)
+    scenarios = [configs, *((errors.scaled(configs, longer=False), errors.scaled(configs, longer=True)) if errors else ())]
+
+    def logged(config: EngineConfig, name: str, one: int) -> EngineConfig:
+        return _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out and config is configs[name] else config
+
     todo = [
-        PlannedRun(
-            _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out else config,
-            trace,
-            replace(options, seed=one),
-            name,
-            routing[name],
-        )
-        for name, config in configs.items()
+        PlannedRun(logged(config, name, one), trace, replace(options, seed=one), name, routing[name])
+        for engines_then in scenarios
+        for name, config in engines_then.items()
         for one in seeds_from(options.seed, seeds)
     ]
     if out is not None:
         make_folder(out)
-    for job in todo:
+    for job in todo[: len(configs) * seeds]:
         job.check()
     done = list(run_all(todo, keep, cores(jobs), "compare"))
+    nominal = len(configs) * seeds
     if decisions:
-        done = [_without_log(run) for run in done]
-    runs = {name: done[index * seeds : (index + 1) * seeds] for index, name in enumerate(configs)}
-    found = comparing.compare(runs, resamples=resamples, confidence=confidence, seed=options.seed)
-    print_comparison(found)
+        done[:nominal] = map(_without_log, done[:nominal])
+    by_scenario = [
+        {name: done[start + index * seeds : start + (index + 1) * seeds] for index, name in enumerate(configs)}
+        for start in range(0, len(done), nominal)
+    ]
+    found, *others = (comparing.compare(runs, resamples=resamples, confidence=confidence, seed=options.seed) for runs in by_scenario)
+    repeated = Repeated(errors, found, *others) if others else None
+    print_comparison(found, repeated)
     if out is not None:
         if keep_runs:
-            for run in done:
+            for run in done[:nominal]:
                 run.save(out / file_name(run.name, run.seed))
-        write_comparison(found, runs, out)
+        write_comparison(found, by_scenario[0], out, repeated)
 
 
 def file_name(name: str, seed: int, what: str = "") -> str:
@@ -105,17 +121,17 @@ def _without_log(run: RunResult) -> RunResult:
     return replace(run, settings={**run.settings, "config": {**config, "observers": config["observers"][:-1]}})
 
 
-def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]], out: Path) -> None:
+def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]], out: Path, repeated: Repeated | None) -> None:
     """Write the report and `comparison.json`."""
     from dovetail_lab.report.page import Report, as_json, write_report
 
     first = next(iter(runs.values()))[0]
-    written = write_report(Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, found), out)
-    write_whole(out / "comparison.json", json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n")
+    written = write_report(Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, found, repeated), out)
+    write_whole(out / "comparison.json", json.dumps(as_json(found, repeated), indent=2, ensure_ascii=False) + "\n")
     typer.echo(f"written: {written[0]}")
 
 
-def print_comparison(found: Comparison) -> None:
+def print_comparison(found: Comparison, repeated: Repeated | None) -> None:
     """Print verdicts, then the tables behind them."""
     from rich.table import Table
 
@@ -124,13 +140,23 @@ def print_comparison(found: Comparison) -> None:
     console = wide_console()
     for versus in found.versus:
         console.print(f"{versus.verdict}.", style="bold")
+    if repeated is not None:
+        console.print(f"{repeated.says}:")
+        for index in range(len(found.versus)):
+            console.print(f"  {repeated.verdict(index)}")
+        for warning in repeated.warnings:
+            console.print(f"warning: {warning}.")
     short = {"no measurable difference": "~", "no interval": "", "runs too short to tell": "?"}
-    for versus in found.versus:
-        table = Table("", versus.base, versus.other, "change", f"{100 * found.method.confidence:g} %", "", box=None, pad_edge=False)
-        for column in table.columns[1:5]:
+    for index, versus in enumerate(found.versus):
+        level = f"{100 * found.method.confidence:g} %"
+        elsewhere = () if repeated is None else ("shorter steps", "longer steps")
+        table = Table("", versus.base, versus.other, "change", level, "", *elsewhere, box=None, pad_edge=False)
+        for column in (*table.columns[1:5], *table.columns[6:]):
             column.justify = "right"
         for line, cells in change_rows(versus.lines):
-            table.add_row(line.label, *cells, short.get(line.outcome, line.outcome))
+            others = [] if repeated is None else repeated.cells(index, line)
+            unsure = "" if repeated is None or repeated.survives(index, line) else ", depends on step times"
+            table.add_row(line.label, *cells, short.get(line.outcome, line.outcome) + unsure, *others)
         console.print()
         console.print(table)
         sides = (f"{metric.upper()} {100 * one.quicker:.0f} % and {100 * one.slower:.0f} %" for metric, one in versus.faster.items())
@@ -140,4 +166,6 @@ def print_comparison(found: Comparison) -> None:
     console.print(f"~ no measurable difference.{unsure} {found.method.says}.")
     for warning in found.method.warnings:
         console.print(f"warning: {warning}.")
+    if repeated is None:
+        console.print("Intervals cover the traffic, not errors of step times: --step-time-error 0.04 repeats with steps 4 % longer and shorter.")
     console.print(found.caution)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from dovetail import EngineConfig
 from dovetail.api.component import Kind
+from dovetail.errors import ConfigError
 from dovetail.registry.registry import Registry
 from dovetail_lab.records import RunResult
 from dovetail_lab.replicas import replay_replicas
@@ -44,10 +45,8 @@ class PlannedRun:
 
     def check(self) -> None:
         """Validate components and workload, so that errors surface before hours of simulation."""
-        registry = Registry.discover(self.config.plugins)
         for kind in CHECKED:
-            choice = getattr(self.config, kind)
-            options = registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
+            options = _options(self.config, kind)
             if isinstance(options, SimulatedOptions):
                 StepTimeProfile.load(options.step_time).make()
         cached_workload(self.workload, self.options)
@@ -55,6 +54,19 @@ class PlannedRun:
     def run(self, progress: Callable[[int, int], None] | None = None) -> RunResult:
         trace = cached_workload(self.workload, self.options)
         return replay_routed(self.config, trace, self.routing, name=self.name, seed=self.options.seed, progress=progress)
+
+
+def simulated_options(config: EngineConfig) -> SimulatedOptions:
+    """Return the options of an engine's simulated executor. Raises `ConfigError` if they are invalid, or if it has another executor."""
+    options = _options(config, "executor")
+    if not isinstance(options, SimulatedOptions):
+        raise ConfigError(f"expected the executor simulated, got {config.executor.label}")
+    return options
+
+
+def _options(config: EngineConfig, kind: Kind) -> Any:
+    choice = getattr(config, kind)
+    return Registry.discover(config.plugins).resolve(kind, choice.name, choice.options, choice.where).validate_options()
 
 
 def replay_routed(

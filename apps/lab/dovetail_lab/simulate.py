@@ -152,6 +152,8 @@ def _finite(value: Any) -> Any:
 
 def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterator[str]:
     """Yield how the engine whose step times these are differed from the simulated one."""
+    if (factor := executor.options.step_time_factor) != 1:
+        yield f"every step takes {factor:.6g} times as long as its step times say"
     profile, here = executor.profile, core.max_in_flight
     if profile.max_in_flight not in (None, here):
         measured, simulated = (f"{'on' if steps > 1 else 'off'} (steps in flight: {steps})" for steps in (profile.max_in_flight, here))

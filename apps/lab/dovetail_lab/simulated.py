@@ -36,6 +36,7 @@ class SimulatedOptions(BaseModel):
     step_time: str | dict[str, Any] = Field(
         "a10g-llama-2-7b", description="A profile's .json file, the name of a shipped one, or a model in place: {kind: linear, base_s: 0.01, …}."
     )
+    step_time_factor: float = Field(1.0, gt=0, le=1e3, description="Multiplies the device's time of every step, to try what an error of it does.")
     num_blocks: int | None = Field(
         None,
         ge=1,
@@ -159,7 +160,7 @@ class SimulatedExecutor(Executor):
         token_ids = self._answers[rows, np.minimum(self._position[rows], self._last[rows])]
         token_ids[~batch.yields_token] = -1
         self._position[rows] += batch.yields_token
-        seconds = self._step_time.seconds(shape)
+        seconds = self.options.step_time_factor * self._step_time.seconds(shape)
         if not 0.0 < seconds < np.inf:
             raise DovetailError(f"step times {self.profile.name!r}: {seconds} seconds for {shape}; a step takes more than 0 and less than for ever")
         regime = self._rule.regime(shape)

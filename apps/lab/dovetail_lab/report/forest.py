@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from dovetail_lab.compare import Comparison, Line, Versus
+from dovetail_lab.compare import Comparison, Line
 from dovetail_lab.report.style import INK, MUTED, PAPER, Drawing, color_of, make, styled
+from dovetail_lab.step_error import Repeated
 
 _LEAST = 0.05  # an axis reaches at least so far to either side
 _STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
@@ -16,8 +18,13 @@ _TICKS = (-99, -95, -90, -80, -67, -50, -33, 0, 50, 100, 200, 400, 900, 1_900, 4
 _LARGE = 0.7  # |log(1 + change)| from which on the axis is logarithmic: half, or double
 
 
-def forest(comparison: Comparison) -> Drawing:
-    """Draw the changes with their intervals. Positions are logarithms of ratios, so that half is as far to the left as double to the right."""
+def forest(comparison: Comparison, repeated: Repeated | None = None) -> Drawing:
+    """Draw the changes with their intervals, and with ticks those at other step times. Positions are logarithms of ratios, so that half is as far to
+    the left as double to the right."""
+
+    def elsewhere(index: int, line: Line) -> list[Line]:
+        return [] if repeated is None else [other for _, other in repeated.elsewhere(index, line)]
+
     lines = [line for line in comparison.versus[0].lines if not math.isnan(line.change.relative)]
     columns = min(len(comparison.versus), 3)
     rows = math.ceil(len(comparison.versus) / columns)
@@ -25,22 +32,28 @@ def forest(comparison: Comparison) -> Drawing:
         figure, panels = make(rows, columns, (1.0 + 0.2 * max(len(lines), 2)) * rows, sharey=True)
         for index, (panel, versus) in enumerate(zip(panels, comparison.versus, strict=False), start=1):
             for row, line in enumerate(lines):
-                _whisker(panel, row, versus.line(line.metric, line.statistic), color_of(index))
+                own = versus.line(line.metric, line.statistic)
+                _whisker(panel, row, own, color_of(index))
+                for other in elsewhere(index - 1, line):
+                    if math.isfinite(other.change.relative):
+                        panel.plot([math.log1p(other.change.relative)], [row], "|", markersize=9, markeredgewidth=1.2, color=INK)
             panel.axvline(0, color=INK, linewidth=0.8)
             panel.set_title(versus.other)
             panel.set_xlabel(f"change against {versus.base}, %")
             panel.grid(visible=False, axis="y")
-            _axis(panel, versus)
+            ends = [end for line in versus.lines for end in (line.change.low, line.change.relative, line.change.high)]
+            _axis(panel, [*ends, *(other.change.relative for line in lines for other in elsewhere(index - 1, line))])
         for panel in panels[len(comparison.versus) :]:
             panel.set_visible(False)
         panels[0].set_yticks(range(len(lines)), [line.label for line in lines])
         panels[0].set_ylim(len(lines) - 0.4, -0.6)
     level = 100 * comparison.method.confidence
+    ticks = "" if repeated is None else " Ticks: the change with shorter and with longer steps."
     return Drawing(
         "changes",
         "Changes",
         f"With {level:g} % intervals, drawn as lines; hollow: no measurable difference, runs too short to tell, or no interval. For latencies, "
-        "left is better. The axis is logarithmic: half is as far from the center as double.",
+        f"left is better.{ticks} The axis is logarithmic: half is as far from the center as double.",
         figure,
     )
 
@@ -55,9 +68,9 @@ def _whisker(panel: Axes, row: int, line: Line, color: str) -> None:
     panel.plot([math.log1p(change.relative)], [row], "o", markersize=4.5, markeredgecolor=shade, markerfacecolor=shade if sure else PAPER)
 
 
-def _axis(panel: Axes, versus: Versus) -> None:
+def _axis(panel: Axes, shown: Sequence[float]) -> None:
     """Set the limits and about five ticks, in per cent."""
-    changes = [change for line in versus.lines for change in (line.change.low, line.change.relative, line.change.high) if math.isfinite(change)]
+    changes = [change for change in shown if math.isfinite(change)]
     low, high = (math.log1p(end(changes, default=0.0)) for end in (min, max))
     low, high = min(low, -_LEAST), max(high, _LEAST)
     margin = 0.06 * (high - low)

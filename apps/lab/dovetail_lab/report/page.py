@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail_lab.compare import Comparison, change_rows
+from dovetail_lab.compare import Comparison, Line, change_rows
 from dovetail_lab.digits import evenly, per_cent
 from dovetail_lab.metrics import RunMetrics, measure
 from dovetail_lab.records import RunResult
@@ -18,6 +18,7 @@ from dovetail_lab.report.engine import Engine
 from dovetail_lab.report.forest import forest
 from dovetail_lab.report.html import write_page
 from dovetail_lab.report.style import Drawing
+from dovetail_lab.step_error import Repeated
 from dovetail_lab.summary import TITLES
 
 _COLUMNS = ("mean", "p50", "p90", "p99")
@@ -31,6 +32,7 @@ class Report:
     command: str
     runs: Mapping[str, Sequence[RunResult]]
     comparison: Comparison | None = None
+    repeated: Repeated | None = None  # the comparison at other step times
 
 
 def write_report(report: Report, out: Path) -> list[Path]:
@@ -53,15 +55,27 @@ def write_report(report: Report, out: Path) -> list[Path]:
         columns=_COLUMNS,
         latencies=[(title, _latency_rows(metric, measured)) for metric, title in TITLES.items()],
         counts=_counts(report.runs, measured),
-        changes=[] if found is None else [(versus, change_rows(versus.lines)) for versus in found.versus],
+        repeated=report.repeated,
+        changes=[] if found is None else [(versus, _change_rows(report, index)) for index, versus in enumerate(found.versus)],
         absent=_absent(drawings),
         per_cent=per_cent,
     )
 
 
+def _change_rows(report: Report, index: int) -> Iterator[tuple[Line, list[str], str]]:
+    """Yield each line of a comparison with its cells and its outcome in words."""
+    assert report.comparison is not None
+    for line, cells in change_rows(report.comparison.versus[index].lines):
+        if report.repeated is None:
+            yield line, cells, line.outcome
+        else:
+            survives = report.repeated.survives(index, line)
+            yield line, [*cells, *report.repeated.cells(index, line)], line.outcome + ("" if survives else ", depends on step times")
+
+
 def _drawings(report: Report) -> list[Drawing]:
     runs = report.runs
-    changes = None if report.comparison is None else forest(report.comparison)
+    changes = None if report.comparison is None else forest(report.comparison, report.repeated)
     made = (changes, figures.latencies(runs), figures.over_time(runs), figures.clients(runs), figures.service(runs), figures.work(runs))
     return [drawing for drawing in made if drawing is not None]
 
@@ -74,7 +88,7 @@ def _tables(report: Report) -> dict[str, str]:
         "summary.csv": tables.summary(runs),
         "timeline.csv": tables.timeline(runs),
     }
-    return made if report.comparison is None else {**made, "comparison.csv": tables.comparison(report.comparison)}
+    return made if report.comparison is None else {**made, "comparison.csv": tables.comparison(report.comparison, report.repeated)}
 
 
 def _requests(runs: Mapping[str, Sequence[RunResult]]) -> str:
@@ -151,11 +165,20 @@ def _absent(drawings: Sequence[Drawing]) -> list[str]:
     return [text for name, text in absent.items() if name not in names]
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
+def as_json(found: Comparison, repeated: Repeated | None = None) -> dict[str, Any]:
     """Return plain values for other programs, with None for missing ones."""
 
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None
+
+    def elsewhere(index: int, line: Line) -> dict[str, Any]:
+        if repeated is None:
+            return {}
+        others = {
+            f"{steps}_steps": {**{key: number(getattr(other.change, key)) for key in ("relative", "low", "high")}, "outcome": other.outcome}
+            for steps, other in repeated.elsewhere(index, line)
+        }
+        return {**others, "survives": repeated.survives(index, line)}
 
     return {
         "policies": list(found.names),
@@ -164,6 +187,14 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "method": found.method.says,
         "warnings": list(found.method.warnings),
         "caution": found.caution,
+        "step_time_error": None
+        if repeated is None
+        else {
+            "says": repeated.says,
+            "errors": dict(repeated.errors.of),
+            "verdicts": [repeated.verdict(index) for index in range(len(found.versus))],
+            "warnings": list(repeated.warnings),
+        },
         "versus": [
             {
                 "policy": versus.other,
@@ -181,10 +212,11 @@ def as_json(found: Comparison) -> dict[str, Any]:
                         **{name: number(getattr(line.change, name)) for name in ("a", "b", "relative", "low", "high")},
                         "measurable": line.measurable,
                         "outcome": line.outcome,
+                        **elsewhere(index, line),
                     }
                     for line in versus.lines
                 ],
             }
-            for versus in found.versus
+            for index, versus in enumerate(found.versus)
         ],
     }

@@ -12,6 +12,7 @@ from dovetail_lab.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
 from dovetail_lab.metrics import PERCENTILES, e2e_s, measure, per_request, queue_s, tpot_s, ttft_s
 from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.report.figures import BINS, held_means
+from dovetail_lab.step_error import Repeated
 from dovetail_lab.writing import Cell, as_csv
 
 Runs = Mapping[str, Sequence[RunResult]]
@@ -102,13 +103,22 @@ def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
         yield name, run.seed, *map(float, row)
 
 
-def comparison(found: Comparison) -> str:
-    """Return a line for each change."""
+def comparison(found: Comparison, repeated: Repeated | None = None) -> str:
+    """Return a line for each change; the last three columns are of the comparison at other step times."""
     header = ("policy", "against", "metric", "statistic", "before", "after", "change", "low", "high", "measurable", "outcome")
-    return as_csv(header, (_change(versus, line) for versus in found.versus for line in versus.lines))
+    more = () if repeated is None else ("change_shorter_steps", "change_longer_steps", "survives")
+    rows = ((*_change(versus, line), *_elsewhere(repeated, index, line)) for index, versus in enumerate(found.versus) for line in versus.lines)
+    return as_csv((*header, *more), rows)
 
 
 def _change(versus: Versus, line: Line) -> tuple[Cell, ...]:
     change = line.change
     figures = (change.a, change.b, change.relative, change.low, change.high)
     return versus.other, versus.base, line.metric, line.statistic, *figures, "yes" if line.measurable else "no", line.outcome
+
+
+def _elsewhere(repeated: Repeated | None, index: int, line: Line) -> tuple[Cell, ...]:
+    if repeated is None:
+        return ()
+    changes = (other.change.relative for _, other in repeated.elsewhere(index, line))
+    return *changes, "yes" if repeated.survives(index, line) else "no"
