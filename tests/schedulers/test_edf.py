@@ -25,7 +25,7 @@ def test_an_earlier_deadline_pushes_out_the_latest() -> None:
 def test_what_is_late_is_rejected_with_its_deadline_in_the_reason() -> None:
     done = plan(EDF, options=EDFOptions(), waiting=[make_request("late", 8, deadline=0.5), make_request("fine", 8, deadline=1.5)], now=1.0)
     assert list(done.granted) == ["fine"]
-    assert done.rejected == {"late": "its deadline at 0.500 s can't be met any more at 1.000 s"}
+    assert done.rejected == {"late": "its deadline at 0.500 s can no longer be met at 1.000 s"}
 
 
 def warm(options: EDFOptions | None = None) -> World:

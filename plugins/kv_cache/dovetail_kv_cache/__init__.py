@@ -14,6 +14,6 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.2",
             target="dovetail_kv_cache.prefix:PrefixCache",
             options="dovetail_kv_cache.prefix:PrefixOptions",
-            summary="Blocks found again by a hash chain of their tokens, the least recently used evicted first",
+            summary="Prefix caching by hash chains of tokens, with LRU eviction",
         )
     ]

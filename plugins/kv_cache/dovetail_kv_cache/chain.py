@@ -1,9 +1,9 @@
-"""The hash chain of a request's full blocks, by which blocks are found.
+"""Hash chain of a request's full blocks, the key by which blocks are found.
 
-A block's hash covers its tokens and the hash before it, hence every token up to its end; the chain begins with a hash of the request's
-`cache_keys`. Two prefixes of the same hash would share K and V that belong to one of them. By accident that is a matter of 1 in 10^20 for a billion
-blocks of 128 bits. On purpose: no two texts of the same SHA-256 are known. XXH3 wasn't made to withstand an attack; its seed is drawn for each
-cache, so that nothing can be prepared beforehand. No decision depends on the values of hashes, so a run stays reproducible.
+A block's hash covers its tokens and the previous hash, hence every token up to its end; the chain starts with a hash of the request's `cache_keys`.
+Two prefixes with the same hash would share K and V that belong to one of them. By accident this has a probability of 1 in 10^20 for a billion blocks
+with 128-bit hashes. Deliberately: no two texts with the same SHA-256 are known. XXH3 isn't designed to withstand attacks; its seed is drawn for each
+cache, so that collisions can't be prepared. No decision depends on the values of hashes, so runs stay reproducible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Digest = Callable[[bytes], bytes]
 
 
 def make_digest(name: HashName) -> Digest:
-    """Return the hash function of that name; each xxh3 has another, secret seed."""
+    """Return the hash function `name`; each xxh3 has its own secret seed."""
     if name == "sha256":
         return lambda data: hashlib.sha256(data).digest()
     seed = int.from_bytes(os.urandom(8), "little")
@@ -37,14 +37,14 @@ def make_digest(name: HashName) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The hashes of a chain, to be reused by another one whose request begins alike. It doesn't keep the request."""
+    """Hashes of a chain, for reuse by a chain of another request with the same beginning. Doesn't keep the request."""
 
     root: bytes
     prompt: NDArray[np.int64]  # [tokens]
-    hashes: list[bytes]  # the chain's own, which grows
+    hashes: list[bytes]  # the chain's own list, which grows
 
     def same_tokens(self, prompt: NDArray[np.int64]) -> int:
-        """Return how many leading tokens both have in common."""
+        """Return the number of leading tokens that both share."""
         most = min(len(self.prompt), len(prompt))
         differ = self.prompt[:most] != prompt[:most]
         return int(differ.argmax()) if differ.any() else most
@@ -56,7 +56,7 @@ class HashChain:
     __slots__ = ("_block_size", "_digest", "_root", "hashes", "request")
 
     def __init__(self, request: Request, block_size: int, digest: Digest, like: Beginning | None = None) -> None:
-        """Make a chain that takes the hashes of a common beginning from `like`, a chain with the same `block_size` and `digest`."""
+        """Create a chain that copies the hashes of a common beginning from `like`, a chain with the same `block_size` and `digest`."""
         self.request = request
         self._block_size = block_size
         self._digest = digest

@@ -1,12 +1,13 @@
-"""`BlockPool`: the state of each block: how many tables hold it, and whether it can be found by a hash.
+"""`BlockPool`: the state of each block: its number of holders (block tables), and whether a hash finds it.
 
-state       refs   hash      becomes
-empty        0     none      held by `take`
-held        ≥ 1    maybe     findable too by `publish`; by the last `release` cached if it has a hash, else empty
-cached       0     yes       held by `hold`; also by `take`, if no block is empty: then it loses its hash
+state       refs   hash      transitions
+empty        0     none      `take`: held
+held        ≥ 1    maybe     `publish`: also findable; last `release`: cached if it has a hash, otherwise empty
+cached       0     yes       `hold`: held; `take`, if no block is empty: held, without its hash
 
-Each operation takes the same short time, however many blocks there are. A dict moves all its items whenever it has grown, or has been written to
-often enough; with the 70,000 blocks of a large GPU that takes some 10 ms, during which all requests wait. So there are `BlockIndex` and `BlockQueue`.
+Every operation takes the same short time, independent of the number of blocks. A dict moves all its items whenever it has grown, or has been written
+to
+often enough; with the 70,000 blocks of a large GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and `BlockQueue`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from dovetail.api.kv_cache import BlockCounts
 from dovetail.errors import DovetailError
 
 NO_HASH = b""
-PARTS = 256  # of a `BlockIndex`: one for each value of a hash's first byte
+PARTS = 256  # of a `BlockIndex`: one per value of a hash's first byte
 
 
 class BlockPool:
-    """Reference counts, the stack of empty blocks, and the findable blocks that nobody holds, least recently used first.
+    """Reference counts, the stack of empty blocks, and the cached blocks, least recently used first.
 
     Callers must take no more than `available`, and release only blocks that they hold.
     """
@@ -31,10 +32,10 @@ class BlockPool:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self.refs = [0] * size  # for each block, the number of tables that hold it
-        self.block_of = BlockIndex()  # hash -> the one block that it finds
+        self.refs = [0] * size  # by block, the number of tables that hold it
+        self.block_of = BlockIndex()  # hash -> block
         self._hash_of = [NO_HASH] * size
-        self._empty = list(range(size - 1, -1, -1))  # a stack: at first the lowest on top, later the block freed last
+        self._empty = list(range(size - 1, -1, -1))  # a stack: initially the lowest on top, later the most recently freed
         self._cached = BlockQueue(size)
 
     @property
@@ -47,7 +48,7 @@ class BlockPool:
         return BlockCounts(free=free, held=self._size - free - cached, cached=cached)
 
     def take(self) -> int:
-        """Return an empty block for one holder; if there is none, the cached block that was used longest ago."""
+        """Return an empty block, now with one holder; if there is none, the least recently used cached block."""
         if self._empty:
             block = self._empty.pop()
         else:
@@ -58,7 +59,7 @@ class BlockPool:
         return block
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Count one more holder for each of `blocks`, which are held or cached."""
+        """Add one holder to each of `blocks`, which are held or cached."""
         refs, cached = self.refs, self._cached
         for block in blocks:
             if refs[block] == 0:
@@ -66,7 +67,7 @@ class BlockPool:
             refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Count one holder fewer for each of `blocks`. Findable ones stay cached, those late in `blocks` longest."""
+        """Remove one holder from each of `blocks`. Findable ones stay cached, those late in `blocks` longest."""
         refs, hash_of, cached, empty = self.refs, self._hash_of, self._cached, self._empty
         for block in blocks:
             refs[block] -= 1
@@ -77,12 +78,12 @@ class BlockPool:
                     cached.append(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `digest` find `block`, unless it finds another block."""
+        """Map `digest` to `block`, unless it maps to another block."""
         if self.block_of.setdefault(digest, block) == block:
             self._hash_of[block] = digest
 
     def unpublish(self, block: int, digest: bytes) -> None:
-        """Let `digest` not find `block` any more. Does nothing if it doesn't."""
+        """Remove the mapping of `digest` to `block`. No-op if there is none."""
         if self.block_of.get(digest) == block:
             del self.block_of[digest]
             self._hash_of[block] = NO_HASH
@@ -91,14 +92,14 @@ class BlockPool:
                 self._empty.append(block)
 
     def forget(self) -> None:
-        """Let no block be found any more; the cached ones become empty."""
+        """Remove all mappings; cached blocks become empty."""
         self.block_of.clear()
         self._hash_of = [NO_HASH] * self._size
         self._empty.extend(reversed(list(self._cached)))
         self._cached.clear()
 
     def check(self, holders: list[int]) -> None:
-        """Raise `DovetailError` if the books contradict each other, or `holders`: for each block, the number of tables that hold it."""
+        """Raise `DovetailError` if the state is inconsistent, or differs from `holders`: by block, the number of tables that hold it."""
         if self.refs != holders:
             differing = [(block, *counted) for block, counted in enumerate(zip(self.refs, holders, strict=True)) if len(set(counted)) > 1]
             raise DovetailError(f"KV pool: (block, holders counted, holders in tables) differ: {differing}")
@@ -120,7 +121,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(PARTS)]
-        self.changes = 0  # number of changes so far: while it stays the same, so do the answers
+        self.changes = 0  # number of changes so far; equal values mean equal contents
 
     def get(self, digest: bytes) -> int | None:
         return self._parts[digest[0]].get(digest)
@@ -136,7 +137,7 @@ class BlockIndex:
         return blocks
 
     def setdefault(self, digest: bytes, block: int) -> int:
-        """Return the block of `digest`, after making it `block` if there was none."""
+        """Return the block of `digest`; set it to `block` first if there is none."""
         self.changes += 1
         return self._parts[digest[0]].setdefault(digest, block)
 
@@ -161,8 +162,8 @@ class BlockIndex:
 
 
 class BlockQueue:
-    """A queue of blocks from 0 to `size` - 1, each at most once, in the order in which they came; any can leave. It is a doubly linked list, whose
-    ends are one more entry that belongs to no block:
+    """Queue of blocks from 0 to `size` - 1, each at most once, in insertion order; any can be removed. A doubly linked list whose ends are an extra
+    entry that belongs to no block:
 
         entry   0   1   2   3 | end        oldest ─► 2, then 0
         next    e   ·   0   · |  2         "·": not in it
@@ -178,7 +179,7 @@ class BlockQueue:
         self.count = 0  # number of blocks in the list; read-only for callers
 
     def append(self, block: int) -> None:
-        """Append `block`, which must not be in it, as the newest."""
+        """Append `block`, which must not be in the queue, as the newest."""
         after, before, end = self._next, self._before, self._end
         newest = before[end]
         after[block], before[block] = end, newest
@@ -186,7 +187,7 @@ class BlockQueue:
         self.count += 1
 
     def remove(self, block: int) -> None:
-        """Remove `block`, which must be in it."""
+        """Remove `block`, which must be in the queue."""
         after, before = self._next, self._before
         older, newer = before[block], after[block]
         after[older], before[newer] = newer, older
@@ -207,7 +208,7 @@ class BlockQueue:
         return self._next[block] >= 0
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate from the oldest on; the queue must not change meanwhile."""
+        """Iterate from oldest to newest; the queue must not change meanwhile."""
         block = self._next[self._end]
         while block != self._end:
             yield block

@@ -1,9 +1,9 @@
-"""The KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of this prefix.
+"""KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of this prefix.
 
-A full block is found by a hash of all tokens up to its end (`chain.py`). Blocks that nobody holds stay findable until the space is needed;
-then the least recently used goes first, and of one request's blocks the last, since a prefix is useful without its end, and an end is useless
-without its beginning. Hashed blocks are the idea of vLLM's automatic prefix caching; reuse by longest prefix is that of RadixAttention
-(SGLang, arXiv:2312.07104).
+A full block is found by a hash of all tokens up to its end (`chain.py`). Blocks without holders stay findable until the space is needed; then the
+least recently used is evicted first, and within a request the last block, since a prefix is useful without its end, but not the end without its
+beginning. Hashed blocks are the idea of vLLM's automatic prefix caching; reuse by longest prefix is that of RadixAttention (SGLang,
+arXiv:2312.07104).
 
 If two requests compute the same block at the same time, only one of the two copies can be found; the other becomes empty when its holder
 releases it.
@@ -32,37 +32,37 @@ class PrefixOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    reuse: bool = Field(True, description="Whether K and V that one request computed may be found by another, or by itself after a preemption.")
+    reuse: bool = Field(True, description="Reuse K and V across requests, and after a preemption.")
     hash: HashName = Field(
-        "xxh3", description="Hash by which blocks are found: xxh3 is fast; sha256 prevents collisions that an untrusted user might construct."
+        "xxh3", description="Hash function of blocks: xxh3 is fast; sha256 prevents collisions that an untrusted user might construct."
     )
 
 
 class _Table:
-    """One request's blocks, and its progress."""
+    """Blocks and progress of one request."""
 
     __slots__ = ("blocks", "num_committed", "num_found", "num_tokens", "num_trimmed", "publishes", "request")
 
     def __init__(self, request: Request, blocks: list[int], num_tokens: int, num_found: int) -> None:
         self.request = request
-        self.blocks = blocks  # blocks are only appended; it doesn't hold the first `num_trimmed` any more
-        self.num_tokens = num_tokens  # asked for
+        self.blocks = blocks  # append-only; the first `num_trimmed` are no longer held
+        self.num_tokens = num_tokens  # requested
         self.num_trimmed = 0
         self.num_committed = self.num_found = num_found  # in blocks; other requests computed the first `num_found`
-        self.publishes = True  # False after a `reset` while it ran: its K and V are outdated
+        self.publishes = True  # False after a `reset` while it was running: its K and V are outdated
 
     @property
     def own(self) -> list[int]:
-        """Return the blocks that it holds."""
+        """Return the blocks that the request holds."""
         return self.blocks[self.num_trimmed :] if self.num_trimmed else self.blocks
 
 
 class _Found(NamedTuple):
-    """The result of the last search, with its arguments."""
+    """Result of the last search, with its arguments."""
 
     hashes: list[bytes]  # the list of a chain, which identifies it
     limit: int  # blocks
-    changes: int  # of the index, at the search
+    changes: int  # `BlockIndex.changes` at the search
     blocks: list[int]
 
     def is_of(self, hashes: list[bytes], limit: int, changes: int) -> bool:
@@ -72,7 +72,7 @@ class _Found(NamedTuple):
 class PrefixCache(KVCacheManager):
     """The manager. Growing by one block, `counts` and `available_blocks` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
     tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Hashes of a
-    beginning that the request before it had too aren't computed again."""
+    beginning shared with the previous request aren't recomputed."""
 
     capabilities = KVCapabilities(reuse=True, fork=True, trim=True)
     options: PrefixOptions
@@ -86,7 +86,7 @@ class PrefixCache(KVCacheManager):
         self._pool = BlockPool(context.num_blocks)
         self._tables: dict[str, _Table] = {}  # request id -> its table
         self._chains: dict[str, HashChain] = {}
-        self._latest: Beginning | None = None  # beginning of the newest chain: the next request may begin alike
+        self._latest: Beginning | None = None  # beginning of the newest chain, for reuse by the next request
         self._found = _Found([], 0, -1, [])
         self._copies: list[BlockCopy] = []
 
@@ -153,7 +153,7 @@ class PrefixCache(KVCacheManager):
         blocks = source.blocks[:shared]
         self._pool.hold(blocks[source.num_trimmed :])
         if rest:
-            # If the parent's block is given away before the copy runs, its new owner still writes after it: copies come before the batch.
+            # If the parent's block gets a new owner before the copy runs, the owner still writes after it: copies precede the batch.
             blocks.append(self._pool.take())
             self._copies.append(BlockCopy(source.blocks[shared], blocks[shared]))
         table = self._tables[child.id] = _Table(child, blocks, num_tokens, num_found=min(source.num_committed, shared))
@@ -183,7 +183,7 @@ class PrefixCache(KVCacheManager):
     def reset(self) -> None:
         self._pool.forget()
         for table in self._tables.values():
-            table.publishes = False  # what it computes from now on still builds on forgotten K and V
+            table.publishes = False  # what it computes from now on still depends on dropped K and V
 
     @property
     def counts(self) -> BlockCounts:
@@ -211,21 +211,22 @@ class PrefixCache(KVCacheManager):
         wanted = -(-num_tokens // self._block_size)
         if self._first_cost(hits, wanted, {}) > self._pool.available:
             return None
-        self._pool.hold(hits)  # first, so that no new block is taken from them
+        self._pool.hold(hits)  # first, so that `take` doesn't evict them
         cached = len(hits) * self._block_size
         blocks = hits + [self._pool.take() for _ in range(wanted - len(hits))]
         self._tables[request.id] = _Table(request, blocks, max(num_tokens, cached), num_found=len(hits))
         return Allocation(tuple(blocks), cached)
 
     def _first_cost(self, hits: list[int], wanted: int, leaving: Mapping[int, int]) -> int:
-        """Return how many available blocks a request that holds none would take, once the `leaving` holders (block -> their number) are freed."""
+        """Return the number of available blocks that a request without blocks would take, after freeing the `leaving` holders (block -> count)."""
         refs = self._pool.refs
         unheld = sum(refs[block] == leaving.get(block, 0) for block in hits) if leaving else [refs[block] for block in hits].count(0)
         return unheld + max(0, wanted - len(hits))
 
     def _hits(self, request: Request) -> list[int]:
-        """Return the blocks of the longest prefix of `request` that can be found, which never includes its last known token. The list must not be
-        changed: it is kept, since a lookup is often followed by an admission, which asks again."""
+        """Return the blocks of the longest cached prefix of `request`, without its last known token. The list must not be modified: it is kept, since
+        a
+        lookup is often followed by an admission, which searches again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return []
         limit, index = (request.num_tokens - 1) // self._block_size, self._pool.block_of
@@ -236,7 +237,7 @@ class PrefixCache(KVCacheManager):
 
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
-        if chain is None or chain.request is not request:  # another request may use the same id later
+        if chain is None or chain.request is not request:  # another request may reuse the id
             chain = self._chains[request.id] = HashChain(request, self._block_size, self._digest, like=self._latest)
             self._latest = chain.beginning
         return chain

@@ -13,14 +13,14 @@ def dovetail_components() -> list[ComponentSpec]:
             name="log",
             target="dovetail_observers.log:LogObserver",
             options="dovetail_observers.log:LogOptions",
-            summary="A line every few seconds: requests, tokens per second, KV pool, preemptions",
+            summary="Logs a line every few seconds: requests, tokens per second, KV pool, preemptions",
         ),
         ComponentSpec(
             kind="observer",
             name="prometheus",
             target="dovetail_observers.prometheus:PrometheusObserver",
             options="dovetail_observers.prometheus:PrometheusOptions",
-            summary="Serves metrics to Prometheus, in vLLM's names, from an engine that has no server",
+            summary="Serves Prometheus metrics, with vLLM's names, from an engine without a server",
             requires=("prometheus-client>=0.20",),
         ),
     ]

@@ -1,7 +1,7 @@
-"""The observer `log`: every few seconds it writes a line about the engine's work to the logger "dovetail".
+"""Observer `log`: writes a line about the engine's work to the logger "dovetail" every few seconds.
 
-It uses two clocks. Wall time decides *when a line is due*, so that a simulated hour doesn't flood a terminal. *Rates* use the events' own times,
-which are on the engine's clock: in simulation they are those of the simulated device.
+It uses two clocks. Wall time decides *when a line is due*, so that a simulated hour doesn't flood a terminal. *Rates* use the times of events, which
+are on the engine's clock: in simulation, that of the simulated device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class LogOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every_s: float = Field(default=5.0, gt=0, description="Seconds of wall time between two lines.")
+    every_s: float = Field(default=5.0, gt=0, description="Wall time in seconds between two lines.")
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over some steps. Times are on the engine's clock."""
+    """Totals of some steps. Times are on the engine's clock."""
 
-    began: float | None = None  # when the device began the first of them; None: no steps
+    began: float | None = None  # when the device started the first one; None: no steps
     ended: float = 0.0
     steps: int = 0
     prefill_tokens: int = 0
@@ -52,13 +52,13 @@ class Tally:
 
     @property
     def hit_share(self) -> float:
-        """The share of the prefills' tokens that was found in the prefix cache."""
+        """Share of prompt tokens found in the prefix cache."""
         needed = self.cached_tokens + self.prefill_tokens
         return self.cached_tokens / needed if needed else 0.0
 
 
 class LogObserver(Observer):
-    """An observer that logs at level INFO: a line at the start, at most one every `every_s` while steps come in, and the totals at the end."""
+    """Logs at level INFO: a line at the start, at most one every `every_s` while steps finish, and the totals at the end."""
 
     options: LogOptions
 

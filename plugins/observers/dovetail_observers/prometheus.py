@@ -1,7 +1,7 @@
-"""The observer `prometheus`: an engine without a server tells Prometheus what it does, at `http://host:port/metrics`, until it stops.
+"""Observer `prometheus`: serves an engine's metrics to Prometheus at `http://host:port/metrics`, without a server, until the engine stops.
 
-Names and bounds are those of the server's own metrics where they mean the same; docs/serving/metrics.md has both. A request is counted as it ends, so
-latencies of the tokens in between aren't here: the server sees those, an observer sees steps.
+Metrics that the server also has share its names and buckets; docs/serving/metrics.md lists both. A request is counted when it ends, and inter-token
+latencies are missing: the server sees tokens, an observer only steps.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class PrometheusOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    host: str = Field(default="127.0.0.1", description="The address to listen on; 0.0.0.0 for all of the machine's.")
-    port: int = Field(default=0, ge=0, le=65535, description="The port to listen on; 0 takes a free one, which the log names.")
-    model_name: str = Field(default="", description="The label `model_name` of all metrics, by which dashboards choose.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0: all interfaces.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0: a free one, which is logged.")
+    model_name: str = Field(default="", description="Value of the label `model_name` of all metrics, for dashboards to filter by.")
 
 
 class PrometheusObserver(Observer):
-    """An observer that keeps the figures in a registry of its own and serves them from a thread. `port` is the one in use."""
+    """Keeps metrics in its own registry and serves them from a thread. `port`: the port in use."""
 
     options: PrometheusOptions
 
@@ -48,7 +48,7 @@ class PrometheusObserver(Observer):
         try:
             self._server, self._thread = start_http_server(self.options.port, host, self.registry)
         except OSError as error:
-            raise ConfigError(f"observer prometheus: can't listen on {host}:{self.options.port}: {error}; name another host or port") from error
+            raise ConfigError(f"observer prometheus: can't listen on {host}:{self.options.port}: {error}; choose another host or port") from error
         self.port = self._server.server_port
         self._figures.started(event)
         logger.info("metrics at http://%s:%d/metrics", host, self.port)
@@ -69,7 +69,7 @@ class PrometheusObserver(Observer):
 
 
 class Figures:
-    """The metrics, and what each event does to them. It is called in the engine's thread, and read in those of scrapes."""
+    """The metrics and their updates by events. Updated in the engine's thread, read by scraping threads."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, documentation: str, *labels: str) -> Counter:
@@ -86,18 +86,18 @@ class Figures:
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that have arrived and hold no blocks").labels(model_name)
         self._usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1").labels(model_name)
         self._blocks = gauge("dovetail_kv_blocks", "KV blocks by state", "state")
-        self._cache = gauge("vllm:cache_config_info", "The KV cache's size, as labels", "block_size", "num_gpu_blocks")
-        self._parts = gauge("dovetail_engine_info", "The components in use, as labels", "part_scheduler", "part_kv_cache", "part_executor")
+        self._cache = gauge("vllm:cache_config_info", "Size of the KV cache, as labels", "block_size", "num_gpu_blocks")
+        self._parts = gauge("dovetail_engine_info", "Components in use, as labels", "part_scheduler", "part_kv_cache", "part_executor")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests").labels(model_name)
         self._generated = counter("vllm:generation_tokens", "Generated tokens").labels(model_name)
         self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(model_name)
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache").labels(model_name)
         self._preemptions = counter("vllm:num_preemptions", "Preemptions").labels(model_name)
-        self._success = counter("vllm:request_success", "Requests that have ended, by reason", "finished_reason")
-        self._steps = histogram("vllm:iteration_tokens_total", "Tokens that a step computed", STEP_TOKENS)
-        self._recomputed = counter("dovetail_recomputed_tokens", "Tokens computed again after preemptions").labels(model_name)
-        self._core = counter("dovetail_core_seconds", "Seconds of the core's own work: planning, batches, results").labels(model_name)
-        self._device = counter("dovetail_device_seconds", "Seconds from a step's begin on the device to its results").labels(model_name)
+        self._success = counter("vllm:request_success", "Finished requests, by reason", "finished_reason")
+        self._steps = histogram("vllm:iteration_tokens_total", "Tokens computed by a step", STEP_TOKENS)
+        self._recomputed = counter("dovetail_recomputed_tokens", "Tokens recomputed after preemptions").labels(model_name)
+        self._core = counter("dovetail_core_seconds", "Seconds of work in the core: planning, batches, results").labels(model_name)
+        self._device = counter("dovetail_device_seconds", "Seconds from the start of a step on the device to its results").labels(model_name)
         self._first = histogram("vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token", FIRST_TOKEN_S)
         self._per_token = histogram("vllm:request_time_per_output_token_seconds", "A request's mean seconds from one token to the next", TOKEN_S)
         self._latency = histogram("vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its end", REQUEST_S)
@@ -108,7 +108,7 @@ class Figures:
         self._parts.labels(self._model, event.scheduler, event.kv_cache, event.executor).set(1)
 
     def admitted(self, event: RequestAdmitted) -> None:
-        if event.request.preemptions == 0:  # later ones look up what the request had before
+        if event.request.preemptions == 0:  # later lookups find the request's own tokens
             self._prompt.inc(event.request.prompt_tokens)
             self._queries.inc(event.request.prompt_tokens)
             self._hits.inc(event.cached_tokens)

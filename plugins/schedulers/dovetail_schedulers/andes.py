@@ -1,4 +1,4 @@
-"""Answers at the speed of their readers: Liu et al., Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services
+"""Serves answers at reading speed: Liu et al., Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services
 (arXiv:2404.16283)."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dovetail_schedulers.in_order import run_on
 
 
 class AndesOptions(BaseModel, extra="forbid", frozen=True):
-    """Options of the scheduler `andes`. The first two are a reader's expectations, in the paper's sense of quality of experience."""
+    """Options of the scheduler `andes`. The first two define the paper's quality of experience."""
 
     ttft_s: float = Field(1.0, ge=0, allow_inf_nan=False, description="Seconds after arrival by which a reader expects the first token.")
     tokens_per_s: PositiveFloat = Field(4.8, description="Reading speed: faster tokens don't improve the quality of experience.")
@@ -22,11 +22,11 @@ class AndesOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Andes(Scheduler):
-    """A policy in which a request is due when its reader will have read all its tokens. While others wait, requests far ahead of their readers pause,
-    and lose their blocks, the furthest ahead first, to those due soon. All else is as in `fcfs`, with waiting requests in the order in which they
-    are due.
+    """Policy in which a request is due when its reader will have read all its tokens. While others wait, requests far ahead of their readers pause,
+    and lose their blocks, furthest ahead first, to requests that are due soon. Otherwise like `fcfs`, with waiting requests in the order in which
+    they are due.
 
-    The paper weighs the gain of each request by its context; here a pause always gains, and the limit on preemptions is for each request.
+    The paper weighs the gain of each request by its context; here a pause always gains, and the limit on preemptions is per request.
     """
 
     claims = Claims(starves=True, idles=True)

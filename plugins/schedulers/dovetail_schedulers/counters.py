@@ -1,4 +1,4 @@
-"""Virtual token counters: the service that each client has got so far, for policies that share an engine fairly among clients.
+"""Virtual token counters: the service that each client has received, for policies that share an engine fairly.
 
 Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588), algorithm 2.
 """
@@ -14,19 +14,19 @@ from pydantic import BaseModel, Field, PositiveFloat
 from dovetail.api.scheduler import StepDone
 from dovetail.request import Request
 
-LOOK_AFTER = 64  # at least this many requests end between two rounds of forgetting
+LOOK_AFTER = 64  # least number of requests that end between two cleanups
 
 
 class CounterOptions(BaseModel, extra="forbid", frozen=True):
-    """The costs of tokens. Requests without a client count as those of one more client."""
+    """Costs of tokens. Requests without a client count as one more client."""
 
-    input_weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="What a prompt token costs its client.")
-    output_weight: float = Field(2.0, gt=0, allow_inf_nan=False, description="What a generated token costs its client.")
-    weights: dict[str, PositiveFloat] = Field({}, description="Shares by client: twice the weight, twice the service. 1 if not named.")
+    input_weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="Cost of a prompt token.")
+    output_weight: float = Field(2.0, gt=0, allow_inf_nan=False, description="Cost of a generated token.")
+    weights: dict[str, PositiveFloat] = Field({}, description="Shares by client: twice the weight, twice the service. Default per client: 1.")
 
 
 class Turns:
-    """The order in which clients take turns. This one is by arrival, and needs no state. A policy tells it of all that happens to requests."""
+    """Order in which clients take turns; here by arrival, without state. The policy reports all request events to it."""
 
     def arrived(self, request: Request) -> None: ...
 
@@ -37,7 +37,7 @@ class Turns:
     def admitted(self, request: Request) -> None: ...
 
     def still_wait(self, waiting: Iterable[Request]) -> None:
-        """Take note that a step was planned and these requests weren't admitted."""
+        """Record that a step was planned without admitting these requests."""
 
     def generated(self, done: StepDone) -> None: ...
 
@@ -45,14 +45,14 @@ class Turns:
 
 
 class Counters(Turns):
-    """Turns by the least-served client. `lift`: a client that had nothing waiting begins at the smallest counter of those that have, so that time
-    without requests earns no credit.
+    """Turns by the least-served client. `lift`: a client that had nothing waiting starts at the smallest counter of those that have, so that idle
+    time
+    earns no credit.
 
-    From time to time clients are forgotten if that changes no decision: a client has no request, and either its counter is 0, like a new one, or
-    counters are lifted and its own is no higher than any that it could be lifted to. Those are the counters of clients with requests and of the
-    last one admitted. The smallest of them never falls, since a client that joins them is lifted to it. So counters are kept for clients with
-    requests, for those served more than one that is being served, for at most as many others, and some `LOOK_AFTER`. Without `lift` every client
-    that was ever served has one.
+    Clients are forgotten occasionally if that changes no decision: a client has no request, and either its counter is 0, like a new one, or counters
+    are lifted and its own is at most any that it could be lifted to. Those are the counters of clients with requests and of the last client admitted.
+    The smallest of them never decreases, since a client that joins is lifted to it. So counters are kept for clients with requests, for those served
+    more than one being served, for at most as many others, and some `LOOK_AFTER`. Without `lift`, every client ever served keeps its counter.
     """
 
     def __init__(self, options: CounterOptions, *, lift: bool) -> None:
@@ -62,7 +62,7 @@ class Counters(Turns):
         self._unfinished: Counter[str | None] = Counter()  # client -> number of its requests
         self._queued: set[str | None] = set()  # clients with requests waiting
         self._last_admitted: str | None = None  # client
-        self._look_after = LOOK_AFTER  # requests still to end before counters are forgotten again
+        self._look_after = LOOK_AFTER  # requests still to end before the next cleanup
 
     def arrived(self, request: Request) -> None:
         self._unfinished[request.client] += 1
@@ -73,8 +73,8 @@ class Counters(Turns):
             self._queued.add(request.client)
 
     def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
-        """Yield, each time, a request of the client served least so far; of equal ones, the one that waits longest. Between two, only
-        the client of the last may be charged."""
+        """Yield, one at a time, the longest-waiting request of the client that has been served least so far. Between two requests, only the client of
+        the previous one may be charged."""
         queues: defaultdict[str | None, deque[tuple[int, Request]]] = defaultdict(deque)
         for place, request in enumerate(waiting):
             queues[request.client].append((place, request))
@@ -88,7 +88,7 @@ class Counters(Turns):
                 heappush(turns, (self.served[request.client], queue[0][0], queue))
 
     def admitted(self, request: Request) -> None:
-        """Charge its prompt, once: computing it again after a preemption is free, and so is what a sample of n > 1 takes over from its siblings."""
+        """Charge the prompt once: recomputation after preemption is free, and so is the part that a sample of n > 1 shares with its siblings."""
         self._last_admitted = request.client
         fresh = request.prompt_tokens - (request.cached_tokens if request.parent is not None else 0)
         self._charge(request.client, 0 if request.preemptions else self._options.input_weight * fresh)
@@ -113,7 +113,7 @@ class Counters(Turns):
         present = {*self._unfinished, *self._queued, self._last_admitted}
         floor = min(self.served[client] for client in present) if self._lift else 0.0
         kept = {client: served for client, served in self.served.items() if served > floor or client in present}
-        self.served = defaultdict(float, kept)  # a new dict, as one doesn't shrink when items are deleted
+        self.served = defaultdict(float, kept)  # a new dict, since dicts don't shrink on deletion
 
     def _charge(self, client: str | None, cost: float) -> None:
         self.served[client] += cost / (self._options.weights.get(client, 1.0) if client is not None else 1.0)

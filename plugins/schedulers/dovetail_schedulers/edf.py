@@ -18,13 +18,14 @@ class EDFOptions(BaseModel, extra="forbid", frozen=True):
 
     assume: Literal["shortest", "longest"] = Field(
         "shortest",
-        description="Output length without prediction: one more token, so that only requests sure to be late are rejected; or max_tokens.",
+        description="Output length if there is no prediction: one more token, so that only requests certain to be late are rejected; or max_tokens.",
     )
     warmup_steps: int = Field(20, ge=0, description="Number of steps before estimates are trusted; until then only late requests are rejected.")
 
 
 class EDF(Scheduler):
-    """The policy. Requests without a deadline come last, by arrival. A deadline is hopeless if its request would miss it even alone on the device."""
+    """Earliest deadline first. Requests without a deadline come last, by arrival. A request is hopeless if it would miss its deadline even on an
+    otherwise idle device."""
 
     claims = Claims(order="deadline", starves=True, rejects=True)
     options: EDFOptions
@@ -34,19 +35,19 @@ class EDF(Scheduler):
         order.sort(key=lambda request: math.inf if request.deadline is None else request.deadline)
         hopeless = dict.fromkeys(self._hopeless(step, order))
         for request in hopeless:
-            step.reject(request, f"its deadline at {request.deadline:.3f} s can't be met any more at {step.now:.3f} s")
+            step.reject(request, f"its deadline at {request.deadline:.3f} s can no longer be met at {step.now:.3f} s")
         order = [request for request in order if request not in hopeless]
         grant_in_order(step, order, lambda request: reversed(order))
 
     def _hopeless(self, step: Step, order: Sequence[Request]) -> list[Request]:
-        """Return the requests that would be late even alone on the device."""
+        """Return the requests that would be late even on an otherwise idle device."""
         trusted = step.index >= self.options.warmup_steps
         decode_s = step.estimate_s(decodes=1) if trusted else 0.0
         prefill_s = step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens if trusted else 0.0  # per token
 
         def late(request: Request, deadline: float) -> bool:
             if deadline > step.now + (request.prompt_tokens + request.max_tokens) * prefill_s + request.max_tokens * decode_s:
-                return False  # a quick test, as most are far from late
+                return False  # fast path: most are far from late
             length = request.predicted_tokens or (request.max_tokens if self.options.assume == "longest" else 0)
             left = min(request.output_left, max(1, length - (request.max_tokens - request.output_left)))
             prefill = step.cost(request).tokens if request.prefill_left else 0

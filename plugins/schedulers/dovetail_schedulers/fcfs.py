@@ -6,7 +6,7 @@ from dovetail.api.scheduler import Claims, Scheduler, Step
 
 
 class FCFS(Scheduler):
-    """Serves decodes, then the prefills under way, then new requests, each by arrival.
+    """Serves decodes, then prefills in progress, then new requests, each by arrival.
 
     A running request that lacks memory preempts the youngest ones. Once any request is refused, no later one is served: small requests must not
     overtake a large one."""

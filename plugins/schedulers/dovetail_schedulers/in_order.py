@@ -1,4 +1,4 @@
-"""Serving requests in a policy's order, with eviction; several policies share it."""
+"""Serves requests in a policy's order, with eviction; shared by several policies."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dovetail.request import Request
 
 
 def run_on(step: Step, requests: Iterable[Request]) -> bool:
-    """Grant to each of `requests`, which run already; if one lacks memory, the youngest of all running requests are preempted. Returns False if one
-    got nothing."""
+    """Grant to each of `requests`, which are running; if one lacks memory, the youngest of all running requests are preempted. Returns False if one
+    was refused."""
     refused = [step.grant(request, evict=reversed(step.running)).refused for request in step.grant_each(requests)]
     return set(refused) <= {None, Refusal.NOT_NOW}
 
 
 def grant_in_order(step: Step, order: Sequence[Request], evict: Callable[[Request], Iterable[Request]]) -> None:
-    """Grant to all requests in `order` (running and waiting), the most important first; those in `evict(request)` may be preempted for `request`.
+    """Grant to all requests in `order` (running and waiting), most important first; requests in `evict(request)` may be preempted for `request`.
 
-    Each decode gets its token, however long the prefills ahead of it are. Once a prefill lacks memory or a seat, no request behind it is
-    admitted, or small ones would pass large ones forever; nor is any behind a request evicted in this step, which can't use the room it left.
+    Each decode gets its token, however long the prefills before it are. Once a prefill lacks memory or a seat, no later request is admitted, or small
+    ones would overtake large ones forever; nor is any request after one that was evicted in this step, which can't use the memory it freed.
     """
     decoding, running = set(step.decoding), set(step.running)
-    owed = len(decoding)  # tokens kept for decodes further down
+    owed = len(decoding)  # tokens reserved for later decodes
     admits = True
 
     def passed_by(request: Request, refused: Refusal | None) -> bool:

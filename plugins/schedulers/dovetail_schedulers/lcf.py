@@ -8,13 +8,13 @@ from dovetail_schedulers.vtc import VTC
 
 
 class LCFOptions(CounterOptions, frozen=True):
-    """Options of the scheduler `lcf`. Requests without a client count as those of one more client."""
+    """Options of the scheduler `lcf`. Requests without a client count as one more client."""
 
 
 class LCF(VTC):
-    """A policy like `vtc` without lifting of counters: a client that was away comes back with credit, and goes before all others until it is used up.
+    """Like `vtc` without lifting of counters: a client that was idle returns with credit, and precedes all others until it is used up.
 
-    So no client that was ever served can be forgotten, which takes some 100 bytes and its name for each. Use it if there are few clients.
+    So no client that was ever served can be forgotten, which takes some 100 bytes plus its name for each. Use it if there are few clients.
     """
 
     claims = Claims(starves=True)

@@ -1,4 +1,4 @@
-"""The length of an answer as far as a policy may know it: the prediction that came with the request, or else its `max_tokens`."""
+"""Expected answer lengths: the request's prediction, otherwise its `max_tokens`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dovetail.request import Request
 
 
 def expected_tokens(request: Request) -> int:
-    """Return the expected tokens of the whole answer: never more than allowed, always more than generated."""
+    """Return the expected number of tokens of the whole answer: at most the allowed number, more than generated so far."""
     guess = request.max_tokens if request.predicted_tokens is None else min(request.predicted_tokens, request.max_tokens)
     return max(guess, generated_tokens(request) + 1)
 

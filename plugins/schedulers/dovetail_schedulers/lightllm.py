@@ -1,4 +1,5 @@
-"""Admission as in LightLLM and S-LoRA (Sheng et al., S-LoRA, MLSys '24, arXiv:2311.03285), on which the VTC paper (OSDI '24) was measured."""
+"""Admission as in LightLLM and S-LoRA (Sheng et al., S-LoRA, MLSys '24, arXiv:2311.03285), the engine in the experiments of the VTC paper (OSDI
+'24)."""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ from dovetail_schedulers.peak_memory import Size, peak_tokens
 
 
 class LightLLMOptions(CounterOptions, frozen=True):
-    """Options of the scheduler `lightllm`; the weights matter to the orders `vtc` and `lcf`."""
+    """Options of the scheduler `lightllm`; weights apply to the orders `vtc` and `lcf`."""
 
-    every: int = Field(10, ge=1, description="Decode steps between two admissions.")
-    batch_max_tokens: int | None = Field(None, ge=1, description="Prompt tokens admitted at once; null: the budget of a step.")
+    every: int = Field(10, ge=1, description="Number of decode steps between two admissions.")
+    batch_max_tokens: int | None = Field(None, ge=1, description="Prompt tokens admitted at once; null: a step's budget.")
     reserve: Literal["max_tokens", "predicted"] = Field("max_tokens", description="Output length for which memory must be available.")
     order: Literal["arrival", "vtc", "lcf"] = Field("arrival", description="Order of admission: that of `fcfs`, `vtc` or `lcf`.")
-    client_tokens: int = Field(0, ge=0, description="Pool tokens set aside for each client of the batch, as S-LoRA does for its adapter.")
+    client_tokens: int = Field(0, ge=0, description="Pool tokens reserved per client of the batch, as S-LoRA does for adapters.")
 
 
 class LightLLM(Scheduler):
-    """A policy in which decodes run alone for `every` steps; then whole prompts are admitted, as many as fit, and computed alone. A prompt fits if
-    the pool is larger than the batch will ever be; the first always does. Under overlap blocks come free a step later than assumed, so that memory
-    may be short nevertheless; then the youngest are preempted."""
+    """Policy that runs only decodes for `every` steps; then it admits as many whole prompts as fit, and computes only these. A prompt fits if the
+    pool
+    can hold the batch's peak; the first always fits. With overlap, blocks become free a step later than assumed, so that memory may still be short;
+    then the youngest are preempted."""
 
     claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
     options: LightLLMOptions
@@ -53,7 +55,7 @@ class LightLLM(Scheduler):
         pool, cap = self.context.total_blocks * self.context.block_size, self.options.batch_max_tokens or self.context.max_tokens
         sizes, clients, prompt_tokens = list(map(self._size, step.running)), {request.client for request in step.running}, 0
         for request in self.turns.in_turn(waiting):
-            too_many = 0 < prompt_tokens > cap - request.num_tokens  # a single one may have more
+            too_many = 0 < prompt_tokens > cap - request.num_tokens  # a single one may exceed it
             prompt_tokens += request.num_tokens
             sizes.append(self._size(request))
             clients.add(request.client)
@@ -64,7 +66,7 @@ class LightLLM(Scheduler):
         self.turns.still_wait((*step.waiting, *step.held_back))
 
     def _size(self, request: Request) -> Size:
-        """Return the size of a request. One that hasn't begun is counted with its first token. The last, partial block counts as a full one."""
+        """Return the size of a request. One that hasn't started includes its first token. A partial last block counts as full."""
         length = request.max_tokens if self.options.reserve == "max_tokens" else expected_tokens(request)
         generated = generated_tokens(request)
         return Size(request.prompt_tokens + max(1, generated) + self.context.block_size - 1, length - generated - 1)

@@ -14,13 +14,13 @@ from dovetail_schedulers.in_order import run_on
 class LPMOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `lpm`."""
 
-    window: int = Field(128, ge=1, description="Number of waiting requests, by arrival, that are looked up in each step.")
-    patience_s: float = Field(10.0, ge=0, description="Requests that have waited this long, in seconds, go first, by arrival, whatever is cached.")
+    window: int = Field(128, ge=1, description="Number of waiting requests, by arrival, to look up in each step.")
+    patience_s: float = Field(10.0, ge=0, description="Seconds after which waiting requests go first, by arrival, regardless of the cache.")
 
 
 class LPM(Scheduler):
-    """A policy that admits the waiting requests with the longest cached prefix first, before it is evicted. Admitted requests run on; if memory is
-    short, the youngest are preempted."""
+    """Admits the waiting requests with the longest cached prefix first, before it is evicted. Admitted requests keep running; if memory is short, the
+    youngest are preempted."""
 
     options: LPMOptions
 
@@ -33,6 +33,6 @@ class LPM(Scheduler):
             impatient = step.now - request.arrival_time >= self.options.patience_s
             return -math.inf if impatient else -step.cost(request).cached
 
-        for request in sorted(step.waiting[: self.options.window], key=rank):  # of equal ones, the first to arrive
+        for request in sorted(step.waiting[: self.options.window], key=rank):  # ties by arrival
             if step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break

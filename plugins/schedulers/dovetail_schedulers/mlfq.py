@@ -12,16 +12,16 @@ from dovetail_schedulers.in_order import grant_in_order
 class MLFQOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `mlfq`."""
 
-    levels: int = Field(5, ge=1, le=64, description="How many queues there are.")
-    quantum: int = Field(64, ge=1, description="Tokens that a request may generate in the first level before it sinks to the next.")
-    growth: int = Field(4, ge=2, description="How many times longer the quantum of each next level is.")
-    starve_s: float = Field(10.0, gt=0, description="Seconds without a token computed after which a request rises to the first level.")
+    levels: int = Field(5, ge=1, le=64, description="Number of queues.")
+    quantum: int = Field(64, ge=1, description="Tokens that a request may generate in the first level before it drops to the next.")
+    growth: int = Field(4, ge=2, description="Factor between the quanta of successive levels.")
+    starve_s: float = Field(10.0, gt=0, description="Seconds without computation after which a request returns to the first level.")
 
 
 class MLFQ(Scheduler):
-    """A policy in which a request joins the first level whose quantum is no shorter than its prompt, and sinks as it generates. Lower levels get the
-    seats and tokens that are left in a step; otherwise they pause but keep their blocks, which they lose, the lowest first, if memory is short.
-    A waiting request preempts only lower levels, or two of one level would evict each other in turns."""
+    """A request joins the first level whose quantum is at least its prompt's length, and drops as it generates. Lower levels get the remaining seats
+    and tokens of a step; otherwise they pause but keep their blocks, unless memory is short: then the lowest are preempted first. A waiting request
+    preempts only lower levels; otherwise two requests of one level would evict each other in turns."""
 
     options: MLFQOptions
 

@@ -1,4 +1,4 @@
-"""The most memory that a batch will ever hold if each answer has its assumed length; LightLLM and S-LoRA admit by it."""
+"""Peak memory of a batch if each answer has its assumed length; LightLLM and S-LoRA admit by it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """The size of one request, in tokens."""
+    """Size of one request, in tokens."""
 
     held: int  # now
-    left: int  # yet to come
+    left: int  # still to be generated
 
 
 def peak_tokens(sizes: Iterable[Size]) -> int:
-    """Return the tokens held at the peak, if all requests run on at one token a step.
+    """Return the tokens held at the peak, if all requests keep running at one token a step.
 
-    Memory peaks when one of them ends. In order of tokens left, the most first, only the first i still run when the i-th ends: then they hold
-    their present tokens and i times the tokens that the i-th has left.
+    Memory peaks when a request ends. Sorted by tokens left, descending, only the first i are still running when the i-th ends: then they hold their
+    present tokens plus i times the number of tokens that the i-th has left.
     """
     ordered = sorted(sizes, key=lambda size: -size.left)
     held = accumulate(size.held for size in ordered)

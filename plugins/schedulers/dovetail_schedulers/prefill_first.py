@@ -1,5 +1,5 @@
-"""Prompts before answers: the scheduler that vLLM began with (Kwon et al., PagedAttention, SOSP '23, arXiv:2309.06180, section 4.5; written down as
-algorithm 2 of Sarathi-Serve, OSDI '24, arXiv:2403.02310)."""
+"""Prompts before decodes: vLLM's original scheduler (Kwon et al., PagedAttention, SOSP '23, arXiv:2309.06180, section 4.5; given as algorithm 2 of
+Sarathi-Serve, OSDI '24, arXiv:2403.02310)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dovetail_schedulers.in_order import run_on
 class PrefillFirstOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `prefill_first`."""
 
-    watermark: float = Field(0.01, ge=0, lt=1, description="Share of all blocks that an admission leaves free while others run, for their answers.")
+    watermark: float = Field(0.01, ge=0, lt=1, description="Share of all blocks that admissions leave free for the answers of running requests.")
 
 
 class PrefillFirst(Scheduler):
-    """A policy whose steps compute whole prompts, first come, first served, or, if none can begin, one token of each answer: never both. If memory is
-    short, the youngest are preempted and computed again later. A prompt longer than the budget of a step fills several steps of its own."""
+    """Each step computes either whole prompts, first come, first served, or, if none can start, one token of each answer: never both. If memory is
+    short, the youngest are preempted and recomputed later. A prompt longer than a step's budget fills several steps of its own."""
 
     claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
     options: PrefillFirstOptions
@@ -30,7 +30,7 @@ class PrefillFirst(Scheduler):
         """Grant prompts; return True if there were any."""
         budget = step.tokens_left
         spare = self.options.watermark * self.context.total_blocks if step.running else 0
-        seats = self.context.max_seqs - len(step.running)  # requests that decode in other steps count too
+        seats = self.context.max_seqs - len(step.running)  # decoding requests count, too, although they run in other steps
         run_on(step, [request for request in step.running if request.prefill_left])
         for request in step.waiting[: max(0, seats)]:
             if step.free_blocks - step.cost(request).blocks < spare or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):

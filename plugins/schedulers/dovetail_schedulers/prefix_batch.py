@@ -16,33 +16,33 @@ from dovetail_schedulers.in_order import run_on
 class PrefixBatchOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `prefix_batch`."""
 
-    least_tokens: int = Field(256, ge=1, description="Number of shared prompt tokens from which on requests form a group.")
-    window: int = Field(256, ge=1, description="Number of waiting requests, by arrival, that are grouped.")
-    patience_s: float = Field(10.0, ge=0, description="Requests that have waited this long, in seconds, go first, by arrival, whatever their group.")
+    least_tokens: int = Field(256, ge=1, description="Number of shared prompt tokens from which requests form a group.")
+    window: int = Field(256, ge=1, description="Number of waiting requests, by arrival, to group.")
+    patience_s: float = Field(10.0, ge=0, description="Seconds after which waiting requests go first, by arrival, regardless of their group.")
 
 
 class PrefixBatch(Scheduler):
-    """A policy that admits waiting requests group by group: first the group with the longest cached prefix, of those without one the group that will
-    share most. Admitted requests run on; if memory is short, the youngest are preempted."""
+    """Admits waiting requests group by group: first the group with the longest cached prefix, and among groups without one, the group that will share
+    most. Admitted requests keep running; if memory is short, the youngest are preempted."""
 
     options: PrefixBatchOptions
 
     def __init__(self, options: PrefixBatchOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self._numbers = count()
-        self._group: dict[Request, int] = {}  # number of the group of each request seen waiting
+        self._group: dict[Request, int] = {}  # group number of each request seen waiting
 
     def schedule(self, step: Step) -> None:
         run_on(step, step.running)
         if not (step.tokens_left and step.seqs_left and step.free_blocks):
             return
         groups = self._groups(step, step.waiting[: self.options.window])
-        for request in chain(*sorted(groups, key=lambda group: self._rank(step, group))):  # of equal ones, the first to arrive
+        for request in chain(*sorted(groups, key=lambda group: self._rank(step, group))):  # ties by arrival
             if step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break
 
     def _groups(self, step: Step, requests: Sequence[Request]) -> list[list[Request]]:
-        """Return `requests` by group, both in order of arrival. A new request joins the group with whose first member it has most in common."""
+        """Return `requests` by group, both in order of arrival. A new request joins the group whose first member shares the most tokens."""
         groups: dict[int, list[Request]] = {}
         for request in requests:
             if request not in self._group:
@@ -52,7 +52,7 @@ class PrefixBatch(Scheduler):
         return list(groups.values())
 
     def _rank(self, step: Step, group: Sequence[Request]) -> tuple[bool, float, int]:
-        """Return what groups are sorted by: those that have waited long first, by arrival; then tokens in the cache, and tokens to be shared."""
+        """Return the sort key of a group: long-waiting ones first, by arrival; then by cached tokens, then by tokens to be shared."""
         if group[0].arrival_time <= step.now - self.options.patience_s:
             return False, group[0].arrival_time, 0
         shared = step.shared_tokens(group[0], group[-1]) if len(group) > 1 else 0

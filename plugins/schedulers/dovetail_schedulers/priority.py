@@ -1,4 +1,4 @@
-"""The most important request first, with aging: waiting makes a request more important (Silberschatz et al., Operating System Concepts)."""
+"""Most important request first, with aging: waiting makes a request more important (Silberschatz et al., Operating System Concepts)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class PriorityOptions(BaseModel, extra="forbid", frozen=True):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds after arrival that count as one step of priority, so that nobody waits for ever; null: no aging.",
+        description="Seconds of waiting worth one level of priority, so that no request starves; null: no aging.",
     )
 
 
 class Priority(Scheduler):
-    """A policy that serves smaller `request.priority` first, then by arrival. Requests age alike, so their order stays: no two evict each other in
+    """Serves smaller `request.priority` first, then by arrival. All requests age at the same rate, so their order is fixed: no two evict each other
+    in
     turns."""
 
     claims = Claims(order="priority", starves=True)
@@ -36,6 +37,6 @@ class Priority(Scheduler):
 
     def schedule(self, step: Step) -> None:
         order = sorted((*step.running, *step.waiting), key=attrgetter("arrival_time"))
-        aging_s = self.options.aging_s or math.inf  # all age alike, so only arrivals tell them apart
+        aging_s = self.options.aging_s or math.inf  # all age at the same rate, so only arrival matters
         order.sort(key=lambda request: request.priority + request.arrival_time / aging_s)
         grant_in_order(step, order, lambda request: reversed(order))

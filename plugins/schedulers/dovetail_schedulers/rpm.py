@@ -1,4 +1,4 @@
-"""A limit of requests a minute for each client: the baseline RPM of Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588)."""
+"""Limits requests per minute and client: the baseline RPM of Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext,
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
-LOOK_AFTER = 64  # at least this many requests are let in between two rounds of forgetting
+LOOK_AFTER = 64  # least number of requests accepted between two cleanups
 
 
 class RPMOptions(BaseModel, extra="forbid", frozen=True):
-    """Options of the scheduler `rpm`. Requests without a client count as those of one more client."""
+    """Options of the scheduler `rpm`. Requests without a client count as one more client."""
 
-    limit: int = Field(60, ge=1, description="Number of a client's requests admitted in any window.")
+    limit: int = Field(60, ge=1, description="Number of requests of a client accepted in any window.")
     window_s: float = Field(60.0, gt=0, allow_inf_nan=False, description="Length of the window in seconds.")
-    over: Literal["reject", "defer"] = Field("reject", description="Requests above the limit are rejected, or wait until there is room.")
+    over: Literal["reject", "defer"] = Field("reject", description="Reject requests above the limit, or defer them until they fit.")
 
 
 class RPM(Scheduler):
-    """A policy that serves the requests it has let in first come, first served; if memory is short, the youngest are preempted.
+    """Serves accepted requests first come, first served; if memory is short, the youngest are preempted.
 
-    From time to time clients are forgotten whose requests are out of every window that may still matter, which changes no decision: times are
-    kept for the clients let in during the last two windows, for at most as many others, and some `LOOK_AFTER`.
+    Clients are forgotten occasionally, once their requests are outside of every window that may still matter, which changes no decision: times are
+    kept
+    for the clients accepted during the last two windows, for at most as many others, and some `LOOK_AFTER`.
     """
 
     claims = Claims(order="arrival", rejects=True)
@@ -38,23 +39,23 @@ class RPM(Scheduler):
         if options.over == "defer":
             self.claims = Claims(idles=True, starves=True)
         self._let_in: set[Request] = set()
-        self._ends: dict[str | None, list[float]] = {}  # client -> times at which its requests let in stop counting, in order
-        self._planned = -math.inf  # when a step was planned last: later requests arrive later, unless dated back
-        self._look_after = LOOK_AFTER  # requests still to let in before clients are forgotten again
+        self._ends: dict[str | None, list[float]] = {}  # client -> times at which its accepted requests stop counting, ascending
+        self._planned = -math.inf  # time of the last planning: later requests arrive later, unless backdated
+        self._look_after = LOOK_AFTER  # requests still to accept before the next cleanup
 
     def schedule(self, step: Step) -> None:
         waiting = step.waiting
         all_ran = run_on(step, step.running)
-        crowded = not all_ran or len(step.waiting) > len(waiting)  # one that lacks memory, or was preempted, comes first
+        crowded = not all_ran or len(step.waiting) > len(waiting)  # requests that lack memory or were preempted go first
         for request in [request for request in waiting if request in self._let_in or self._lets_in(step, request)]:
             if crowded or step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break
         self._planned = step.now
 
     def _lets_in(self, step: Step, request: Request) -> bool:
-        """Return True, and count the request, if its client is below the limit in a window that ends at its arrival, or now if it may be deferred."""
+        """Return True, and count the request, if its client is below the limit in the window that ends at its arrival (with `over: defer`, now)."""
         defer, window_s = self.options.over == "defer", self.options.window_s
-        earliest = step.now if defer else self._planned - window_s  # no window ends before, even if a request is dated back so far
+        earliest = step.now if defer else self._planned - window_s  # no window ends earlier, even for a request backdated that far
         time, ends = max(request.arrival_time, earliest), self._ends.setdefault(request.client, [])
         del ends[: bisect_right(ends, earliest)]
         if len(ends) - bisect_right(ends, time) < self.options.limit:
@@ -70,7 +71,7 @@ class RPM(Scheduler):
         return False
 
     def _forget_before(self, earliest: float) -> None:
-        """Forget clients; called for each request let in. It looks so rarely that the cost per request doesn't grow with the number of clients."""
+        """Forget clients; called for each accepted request. Runs so rarely that the cost per request doesn't grow with the number of clients."""
         self._look_after -= 1
         if self._look_after <= 0:
             self._ends = {client: ends for client, ends in self._ends.items() if ends[-1] > earliest}

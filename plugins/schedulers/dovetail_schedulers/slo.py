@@ -1,5 +1,5 @@
-"""Latency objectives: a deadline for the first token, and a bound on inter-token latency. Requests that would miss the first are rejected at once, as
-in Mooncake (Qin et al., FAST '25, arXiv:2407.00079: early rejection); the second bounds the prompts of a step, as in Sarathi-Serve (OSDI '24)."""
+"""Latency objectives: a deadline for the first token, and a bound on inter-token latency. Requests that would miss the first are rejected early, as
+in Mooncake (Qin et al., FAST '25, arXiv:2407.00079); the second caps the prompt tokens of a step, as in Sarathi-Serve (OSDI '24)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext,
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
-LEAST = 256  # prompt tokens of a step, so that prompts make progress however tight the bound is
+LEAST = 256  # prompt tokens per step, so that prompts make progress however tight the bound is
 
 
 class SLOOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `slo`. The first two are defaults for requests without `ttft_deadline` and `tbt_s`; null: no objective."""
 
     ttft_s: PositiveFloat | None = Field(2.0, description="Seconds after arrival by which the first token is due.")
-    tbt_s: PositiveFloat | None = Field(0.1, description="Most seconds between two tokens of an answer.")
-    late: Literal["reject", "last"] = Field(
-        "reject", description="Requests that would miss their first token's deadline are rejected, or served last."
-    )
+    tbt_s: PositiveFloat | None = Field(0.1, description="Maximum seconds between two tokens of an answer.")
+    late: Literal["reject", "last"] = Field("reject", description="Reject requests that would miss their first token's deadline, or serve them last.")
 
 
 class SLO(Scheduler):
-    """A policy that serves all decodes, then prompts by the time at which their first token is due, as many tokens as the tightest bound on the time
-    between tokens leaves. If memory is short, the youngest are preempted. As long as `Step.fit` is unsure, steps hold few prompt tokens, and
-    only those count as late whose time has passed."""
+    """Serves all decodes, then prompts by the deadline of their first token, with as many tokens as the tightest bound on inter-token latency allows.
+    If memory is short, the youngest are preempted. While `Step.fit` is uncertain, steps get few prompt tokens, and only requests whose deadline has
+    passed count as late."""
 
     claims = Claims(idles=True, starves=True, rejects=True, paced=False)
     options: SLOOptions
@@ -53,7 +51,7 @@ class SLO(Scheduler):
                 tokens, admits = tokens - grant.tokens, admits and grant.refused in (None, Refusal.NOT_NOW)
 
     def _prompt_tokens(self, step: Step, sure: float) -> tuple[int, float]:
-        """Return how many prompt tokens this step may compute beside the decodes, and the seconds that each takes if all steps are like it."""
+        """Return the number of prompt tokens that this step may compute besides the decodes, and the seconds per token if all steps are like it."""
         decoding, budget, context = step.decoding, max(1, step.tokens_left), sum(request.num_tokens for request in step.decoding)
         alone_s = step.estimate_s(0, len(decoding), context)
         token_s = max(1e-9, (step.estimate_s(budget, len(decoding), context + budget) - alone_s) / budget)
@@ -62,7 +60,8 @@ class SLO(Scheduler):
         return tokens, token_s + alone_s / tokens
 
     def _late(self, step: Step, order: Sequence[Request], token_s: float, sure: float) -> Iterator[Request]:
-        """Yield those whose first token is expected too late, after the steps in flight and the prompts before it, but for other late ones."""
+        """Yield the requests whose first token is expected too late, after the steps in flight and all earlier prompts that aren't late
+        themselves."""
         ready_s = step.in_flight_until - step.now
         for request in order:
             tokens = self._uncached.get(request) or self._uncached.setdefault(request, step.cost(request).tokens)

@@ -15,15 +15,14 @@ class SRPTOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `srpt`."""
 
     preempt_until: float = Field(
-        0.8, ge=0, le=1, description="Share of its expected answer after which a request is finished before all others: its blocks are many by then."
+        0.8, ge=0, le=1, description="Share of the expected answer after which a request precedes all others, since it holds many blocks by then."
     )
 
 
 class SRPT(Scheduler):
-    """A policy that serves the request with the fewest tokens left to generate first, of equal ones the first to arrive; the last are preempted if
-    memory is short.
+    """Serves the request with the fewest tokens left to generate first, ties by arrival; the last are preempted if memory is short.
 
-    The length is `Request.predicted_tokens`, or else `max_tokens`. Waiting requests keep their rank and running ones only rise, so no two evict
+    The length is `Request.predicted_tokens`, otherwise `max_tokens`. Waiting requests keep their rank and running ones only rise, so no two evict
     each other in turns.
     """
 

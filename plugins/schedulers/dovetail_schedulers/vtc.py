@@ -1,4 +1,4 @@
-"""Fair shares for clients: the virtual token counter of Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588)."""
+"""Fair shares per client: the virtual token counter of Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dovetail_schedulers.in_order import run_on
 
 
 class VTCOptions(CounterOptions, frozen=True):
-    """Options of the scheduler `vtc`. Requests without a client count as those of one more client."""
+    """Options of the scheduler `vtc`. Requests without a client count as one more client."""
 
 
 class VTC(Scheduler):
-    """A policy that admits requests of the client served least so far. Admitted requests run on; if memory is short, the youngest are preempted."""
+    """Admits requests of the client served least so far. Admitted requests keep running; if memory is short, the youngest are preempted."""
 
     options: CounterOptions
     lift = True

@@ -12,5 +12,5 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         name="lcfs",
         target="dovetail_lcfs.policy:LCFS",
         api="0.4",
-        summary="Last come, first served; the oldest make room",
+        summary="Last come, first served; preempts the oldest",
     )

@@ -13,5 +13,5 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         target="dovetail_acme.policy:AcmeScheduler",
         api="0.4",
         options="dovetail_acme.policy:AcmeOptions",
-        summary="The shortest prompt first, but nobody waits for ever",
+        summary="Shortest prompt first, without starvation",
     )

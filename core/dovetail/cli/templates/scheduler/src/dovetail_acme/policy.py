@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class AcmeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    patience_s: float = Field(2.0, ge=0, description="Who has waited this long, in seconds, goes first.")
+    patience_s: float = Field(2.0, ge=0, description="Seconds after which waiting requests go first, by arrival.")
 
 
 class AcmeScheduler(Scheduler):
