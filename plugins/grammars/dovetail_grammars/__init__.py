@@ -13,7 +13,7 @@ def dovetail_components() -> list[ComponentSpec]:
             name="llguidance",
             target="dovetail_grammars.llguidance_backend:LLGuidance",
             options="dovetail_grammars.options:GrammarOptions",
-            summary="llguidance: parses as it goes, so that any schema is ready at once",
+            summary="llguidance: parses incrementally, so that schemas need no compilation",
             requires=("llguidance>=1.9",),
         ),
         ComponentSpec(
@@ -21,7 +21,7 @@ def dovetail_components() -> list[ComponentSpec]:
             name="xgrammar",
             target="dovetail_grammars.xgrammar_backend:XGrammar",
             options="dovetail_grammars.options:GrammarOptions",
-            summary="XGrammar: compiles masks in advance, which takes longer, and fills them faster",
+            summary="XGrammar: precompiles masks, for slower compilation but faster masks",
             requires=("xgrammar>=0.2.8",),
         ),
     ]

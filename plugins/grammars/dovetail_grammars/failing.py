@@ -1,4 +1,4 @@
-"""`Failing`: a matcher that has failed stays so, whatever its library makes of further calls. Both backends' matchers are such."""
+"""`Failing`: base of both backends' matchers. Once failed, a matcher stays failed, regardless of its library's behavior."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Call = TypeVar("Call", bound=Callable[..., object])
 
 
 class Failing(Matcher):
-    """`failure`: the reason why it can't go on, once a method decorated with `may_fail` has raised it. From then on each of them does."""
+    """`failure`: the reason why it can't continue, once a method decorated with `may_fail` has raised it. From then on all of them raise it."""
 
     failure: str | None = None
 

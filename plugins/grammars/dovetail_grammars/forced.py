@@ -1,4 +1,4 @@
-"""`forced_tokens`: the tokens that must come next, found from masks. Both backends use it where their library reports forced text."""
+"""`forced_tokens`: determines the next tokens from masks. Both backends use it if their library reports forced text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dovetail.api.grammar import GrammarContext
 from dovetail.errors import DovetailError
 from dovetail_grammars.failing import Failing
 
-FORCED_AT_MOST = 16  # tokens found at once
+FORCED_AT_MOST = 16  # tokens per call
 
 
 def forced_tokens(matcher: Failing, context: GrammarContext) -> list[int]:
-    """Return the next tokens as long as only one is allowed. Advances the matcher and rolls it back, also from where it can't go on. Raises
-    `DovetailError` if that is here."""
+    """Return the next tokens while only one is allowed. Advances the matcher and rolls it back, even if it can't continue after some of them. Raises
+    `DovetailError` if it can't continue from its present state."""
     words = np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
     tokens: list[int] = []
     while len(tokens) < FORCED_AT_MOST:

@@ -1,4 +1,4 @@
-"""Patterns for string formats that the libraries check too loosely, for both backends."""
+"""Patterns for string formats that the libraries check too loosely; used by both backends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE = r"(\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5])"
 
 PATTERNS: Mapping[str, str] = {
-    "date": f"^{_DATE}$",  # with the days that a month has
-    "time": f"^{_TIME}$",  # without seconds 60, which only the last minute of a day may have
+    "date": f"^{_DATE}$",  # with the number of days of each month
+    "time": f"^{_TIME}$",  # without second 60, allowed only in the last minute of a day
     "date-time": f"^{_DATE}T{_TIME}$",
-    "hostname": f"^{_HOST}$",  # no longer than 253 characters, with labels no longer than 63
-    "email": rf"^{_ATOM}(\.{_ATOM})*@{_HOST}$",  # at a host with such a name
-    "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",  # without zeros in front
+    "hostname": f"^{_HOST}$",  # at most 253 characters, labels of at most 63
+    "email": rf"^{_ATOM}(\.{_ATOM})*@{_HOST}$",  # with such a hostname
+    "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",  # without leading zeros
 }

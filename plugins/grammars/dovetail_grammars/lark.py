@@ -16,6 +16,6 @@ def check_lark(spec: GrammarSpec, lark: str) -> None:
     """Raise `RequestError` for special tokens, which aren't text, and for attributes that affect sampling."""
     syntax = NOT_SYNTAX.sub("", lark)
     if special := _SPECIAL_TOKEN.search(syntax):
-        refuse(spec, f"{special[0]}: special tokens aren't text, and never come")
+        refuse(spec, f"{special[0]}: special tokens aren't text and can't be generated")
     if attribute := _ATTRIBUTE.search(syntax):
         refuse(spec, f"the attribute {attribute[1]} isn't supported")

@@ -1,6 +1,6 @@
-"""The backend `llguidance`: the library parses incrementally, so compiling only validates and takes about a millisecond.
+"""Backend `llguidance`: the library parses incrementally, so compiling only validates and takes about a millisecond.
 
-Every grammar is written in the library's Lark dialect, with `no_forcing`: by default it would force one way of cutting certain text into tokens, and
+Every grammar is written in the library's Lark dialect, with `no_forcing`: by default the library would force one tokenization of certain text and
 forbid all others.
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 ESCAPES = 'nrbtf\\"'
-MAX_MULTIPLE = 10_000  # of which numbers are multiples: it takes a state for each remainder, and 20 ms to compile; a million takes ten seconds
-BLAMING_S = 0.5  # in which parts of a schema are compiled by themselves to find the one at fault
+MAX_MULTIPLE = 10_000  # largest `multipleOf`: it needs a state per remainder, and 20 ms to compile; a million would take ten seconds
+BLAMING_S = 0.5  # time limit for compiling parts of a schema separately to find the faulty one
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -63,7 +63,7 @@ class LLGuidance(GrammarBackend):
             raise
         except DovetailError as error:
             refuse(spec, self._blamed(spec, options, str(error)))
-        except Exception as error:  # whatever a library may raise, it is this request's affair
+        except Exception as error:  # whatever the library raises is this request's error
             refuse(spec, describe(error))
 
     def _compiled(self, lark: str) -> Grammar:
@@ -73,22 +73,22 @@ class LLGuidance(GrammarBackend):
         return grammar if tracker is None else LLGrammar(self._fill, grammar.whole, Lanes(partial(self._made, self._rest, lark)), tracker)
 
     def _made(self, tokenizer: Any, lark: str, most_states: int) -> Any:
-        # What a request may cost, in the library's own measures: some 20 ms to compile, and 15 ms a mask. What goes beyond ends as an error.
+        # Limits per request, in the library's units: some 20 ms to compile, and 15 ms per mask. Exceeding them is an error.
         limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=most_states)
         return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
 
     def _tracker(self, lark: str) -> Tracker | None:
-        """Return a tracker for a grammar that is just a schema with strings of bounded length."""
+        """Return a tracker if the grammar is only a schema with strings of bounded length."""
         head = f"{HEAD}start: %json "
         if self._rest is None or not lark.startswith(head) or '"maxLength"' not in lark:
             return None
-        with suppress(ValueError):  # there is more behind the schema
+        with suppress(ValueError):  # more follows after the schema
             return Tracker(json.loads(lark.removeprefix(head)))
         return None
 
     def _blamed(self, spec: GrammarSpec, options: Mapping[str, Any], reason: str) -> str:
-        """Return why a schema can't be compiled, with the place and the values that the library doesn't tell: those of the first part that fails by
-        itself."""
+        """Return why a schema can't be compiled, with the place and the values that the library doesn't report: those of the first part that fails on
+        its own."""
         parts = _parts(spec)
         if reason.startswith("oneOf: "):
             return f"{' or '.join([part.place for part in parts if 'oneOf' in part.schema][:3])}: {reason}"
@@ -101,13 +101,13 @@ class LLGuidance(GrammarBackend):
                     self._compiled(f"{HEAD}start: {_schema([Subschema('#', rule, rule)], options)}\n")
                 except DovetailError as error:
                     return f"{part.place}: {', '.join(shown(key, value) for key, value in rule.items())}: {error}"
-        return reason.replace("nothing follows it", "nothing follows the schema, whose parts contradict each other")
+        return reason.replace("nothing follows it", "no value satisfies the schema: its parts contradict each other")
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         self._fill(cast("Sequence[LLMatcher]", matchers), words)
 
     def _json_options(self) -> Mapping[str, Any]:
-        """White space, and the escapes in strings: with \\u, a key of the schema could be spelled otherwise, and have another value."""
+        """Options for white space and string escapes: with \\u, a key of the schema could be spelled differently, with another value."""
         if self.options.whitespace == "compact":
             return {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
         return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}", "json_allowed_escapes": ESCAPES}
@@ -118,9 +118,9 @@ def _tokenizer(context: GrammarContext, slices: list[str] | None) -> Any:
 
 
 class _Vocabulary:
-    """The vocabulary for the library. Ids without bytes occur in no text."""
+    """Vocabulary in the library's form. Ids without bytes occur in no text."""
 
-    is_tokenizer_wrapper = True  # by this the library knows one
+    is_tokenizer_wrapper = True  # the library recognizes it by this
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
 
@@ -131,11 +131,11 @@ class _Vocabulary:
         self.tokens += [b""] * (ends[-1] + 1 - len(self.tokens))
 
     def __call__(self, text: str) -> list[int]:
-        return []  # asked only for text that is forced
+        return []  # called only for forced text
 
 
 def _ends(context: GrammarContext) -> list[int]:
-    """Return the ids that end an answer. The library requires one: the default is an id beyond the vocabulary."""
+    """Return the ids that end an answer. The library requires one; the default is an id beyond the vocabulary."""
     return sorted(context.stop_ids) or [context.vocab_size]
 
 
@@ -151,7 +151,7 @@ def _json_schema(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
 
 
 def _parts(spec: GrammarSpec) -> Sequence[Subschema]:
-    """Return the parts of all schemas in a spec, other than those in a grammar."""
+    """Return the parts of all schemas in a spec, except those in a grammar."""
     if spec.kind == "json_schema":
         return _exact(spec, read_schema(spec, read_json(spec)))
     if spec.kind == "structural_tag":
@@ -160,7 +160,7 @@ def _parts(spec: GrammarSpec) -> Sequence[Subschema]:
 
 
 def _rules_of(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the keywords of a schema that contain no schema, then its key patterns."""
+    """Yield the keywords of a schema that contain no schemas, then its key patterns."""
     if not _OF_VALUES.isdisjoint(schema):
         yield {key: value for key, value in schema.items() if key in _OF_VALUES}
     for pattern in schema.get("patternProperties", ()):
@@ -168,8 +168,8 @@ def _rules_of(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Sequence[Subschema]:
-    """Return the parts of a schema, itself first, changed in place: with patterns instead of the formats that the library knows too loosely. Raises
-    `RequestError` for what the library doesn't do or gets wrong."""
+    """Return the parts of a schema, itself first, modified in place: formats that the library checks too loosely become patterns. Raises
+    `RequestError` for features that the library doesn't support or gets wrong."""
     parts = checked_parts(spec, schema, place)
     for part in parts:
         refuse_others(spec, part, DONE, "llguidance")
@@ -177,7 +177,7 @@ def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Seque
         _refuse_unwritten(spec, part)
         _refuse_uncountable(spec, part)
     merges = any("allOf" in part.schema or (not _COMBINING.isdisjoint(part.schema) and not _BOUNDED.isdisjoint(part.schema)) for part in parts)
-    for some in [parts] if merges else ([part] for part in parts):  # bounds that stand apart may meet
+    for some in [parts] if merges else ([part] for part in parts):  # bounds in separate parts may be merged
         _refuse_narrow(spec, some)
     for part in parts:
         if (pattern := PATTERNS.get(str(part.schema.get("format")))) is not None:
@@ -195,11 +195,11 @@ DONE = frozenset(
 )
 _COMBINING = frozenset({"$ref", "anyOf", "oneOf"})
 _BOUNDED = BOUNDS | {"multipleOf"}
-_OF_VALUES = frozenset({"type", "const", "enum", *_BOUNDED, "minLength", "maxLength", "pattern", "format"})  # keywords without schemas in them
+_OF_VALUES = frozenset({"type", "const", "enum", *_BOUNDED, "minLength", "maxLength", "pattern", "format"})  # keywords that contain no schemas
 
 
 def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
-    """The library reads numbers as doubles, some of them as the next one, counts integers in 64 bits, and multiples in 32."""
+    """Reject numbers that the library would round: it reads them as doubles, some as the next one, with 64 bits for integers and 32 for multiples."""
     inexact = "the backend llguidance can't keep this number exactly"
     for key in BOUNDS & part.schema.keys():
         if not _is_kept(part.schema[key], excluded=key in EXCLUSIVE_BOUNDS):
@@ -216,18 +216,18 @@ def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
 
 
 def _is_kept(value: float, *, excluded: bool = False) -> bool:
-    """Return True if the library rounds neither a number nor, if it is `excluded`, the next one."""
+    """Return True if the library rounds neither the number nor, if it is `excluded`, its successor."""
     if isinstance(value, float) and _as_read(value) != value:
         return False
     if isinstance(value, float) and not value.is_integer():
         return True
     if abs(value) <= 2**53 - excluded or (value == 2**63 - 1 and not excluded):
         return True
-    return not excluded and abs(value) < 2**63 and Decimal(repr(float(value))) == Decimal(value)  # it writes the shortest digits of the double
+    return not excluded and abs(value) < 2**63 and Decimal(repr(float(value))) == Decimal(value)  # the shortest digits of the double
 
 
 def _as_read(value: float) -> float:
-    """Return a double as serde_json reads its digits: as an integer, then times or divided by a power of ten, each rounded."""
+    """Return a double as serde_json parses its digits: as an integer, multiplied or divided by a power of ten, each rounded."""
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
     read = float(int("".join(map(str, digits))))
     left = int(exponent)
@@ -238,7 +238,7 @@ def _as_read(value: float) -> float:
 
 
 def _decimal(value: float) -> tuple[int, int] | None:
-    """Return `multipleOf` as the library takes it, multiplied by ten until it is whole: the whole number, and how often. None if that isn't the same
+    """Return `multipleOf` as the library represents it: (integer, number of times that it was multiplied by ten). None if that isn't the same
     number."""
     scaled, power = min(abs(float(value)), 2.0**32) if abs(value) < 2**32 else 2.0**32, 0
     while scaled < 2**32 and scaled % 1:
@@ -246,11 +246,11 @@ def _decimal(value: float) -> tuple[int, int] | None:
     return (int(scaled), power) if Fraction(int(scaled), 10**power) == abs(Fraction(repr(value))) else None
 
 
-_UNWRITTEN: Ranges = [(0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)]  # JSON has them as \u and digits alone, or the library makes it so
+_UNWRITTEN: Ranges = [(0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)]  # written only as \u escapes, in JSON or by the library
 
 
 def _refuse_unwritten(spec: GrammarSpec, part: Subschema) -> None:
-    """The library leaves out a character that no escape in `ESCAPES` stands for."""
+    """Reject characters without an escape in `ESCAPES`: the library would omit them."""
     unwritten = "the backend llguidance can't write such a character in a string"
     for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
         for value in literals(list(values)):
@@ -264,14 +264,14 @@ def _refuse_unwritten(spec: GrammarSpec, part: Subschema) -> None:
 
 
 def _refuse_uncountable(spec: GrammarSpec, part: Subschema) -> None:
-    """The library lets keys that the schema doesn't name come twice, and counts them twice."""
+    """Reject property counts that the library gets wrong: it allows unnamed keys twice, and counts both."""
     if part.schema.get("minProperties", 0) > max(1, len(part.schema.get("required", ()))):
-        part.refuse(spec, "minProperties", "more than one can't be told apart from a key that comes twice; name them in `required`")
+        part.refuse(spec, "minProperties", "more than one can't be distinguished from a repeated key; name them in `required`")
 
 
 def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
-    """The library allows an exclusive bound that is an integer, if the other bound isn't one and less than 1 away; and it combines multiples in 32
-    bits."""
+    """Reject bounds and multiples that the library gets wrong: it allows an exclusive integer bound if the other bound is no integer and less than 1
+    away, and it combines multiples in 32 bits."""
 
     def values(*keys: str) -> set[float]:
         return {part.schema[key] for part in parts for key in keys if key in part.schema}
@@ -279,7 +279,7 @@ def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
     wrong = values("exclusiveMinimum") & {math.floor(most) for most in values("maximum", "exclusiveMaximum") if most != int(most)}
     wrong |= values("exclusiveMaximum") & {math.ceil(least) for least in values("minimum", "exclusiveMinimum") if least != int(least)}
     if wrong:
-        refuse(spec, f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound can't be kept; give one that may come")
+        refuse(spec, f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound can't be kept; use an inclusive one")
     multiples = [multiple for value in values("multipleOf") if (multiple := _decimal(value))]
     power = max((power for _, power in multiples), default=0)
     scaled = [number * 10 ** (power - behind) for number, behind in multiples]
@@ -296,12 +296,13 @@ def _regex(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
 
 
 def _choice(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    return f"start: CHOICE\nCHOICE: {' | '.join(_text(choice) for choice in read_choices(spec))}\n"  # a terminal, so that thousands are one automaton
+    # A terminal, so that thousands of choices form one automaton.
+    return f"start: CHOICE\nCHOICE: {' | '.join(_text(choice) for choice in read_choices(spec))}\n"
 
 
 def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    """Structures alone, with a separator; or free text up to a trigger, matched lazily, then one of its structures, at last free text without any
-    trigger."""
+    """Return the grammar: only structures, with a separator; or free text up to a trigger, matched lazily, then one of its structures, and finally
+    free text without any trigger."""
     tag = read_structural_tag(spec)
     triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
     tags = f"({' | '.join(f'tag_{n}' for n in range(len(triggers)))})"
@@ -324,10 +325,10 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
 
 
 def _grammar(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    """The user's own Lark, or GBNF as Lark, without what would be passed over, or would let special tokens into the text."""
+    """Return the user's Lark, or GBNF converted to Lark. Rejects what would be ignored, or would allow special tokens."""
     try:
         lark = any_to_lark(spec.text)
-    except Exception as error:  # the converter has no error of its own
+    except Exception as error:  # the converter has no specific exception
         refuse(spec, f"it is neither Lark, with a rule `start`, nor GBNF, with a rule `root`: {error}")
     check_lark(spec, lark)
     return _with_json_options(spec, lark, options)
@@ -337,7 +338,7 @@ _INLINE_JSON = re.compile(rf"{NOT_SYNTAX.pattern}|(?P<json>%json\s*(?=\{{))")
 
 
 def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any]) -> str:
-    """Have the schemas within a grammar written like others, which is without running on in white space."""
+    """Apply the JSON options to the schemas within a grammar, so that their white space is bounded, too."""
     parts, position = [], 0
     while (match := _INLINE_JSON.search(lark, position)) is not None:
         if match["json"] is None:
@@ -349,7 +350,7 @@ def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any])
         except RequestError:
             raise
         except (ValueError, RecursionError) as error:
-            refuse(spec, f"the JSON behind %json can't be read: {error}")
+            refuse(spec, f"the JSON after %json can't be read: {error}")
         parts += [lark[position : match.start()], _schema(_exact(spec, read_schema(spec, schema)), options)]
         position = end
     return "".join([*parts, lark[position:]])
@@ -366,7 +367,7 @@ _WRITERS: Mapping[SpecKind, Callable[[GrammarSpec, Mapping[str, Any]], str]] = {
 
 
 def _text(text: str) -> str:
-    """Return text as the library's Lark has it: JSON's, but with other escapes of control characters."""
+    """Return text as a string literal of the library's Lark: like JSON's, with different escapes of control characters."""
     escaped = re.sub(r"\\(?:u00(..)|.)", lambda escape: f"\\x{escape[1]}" if escape[1] else escape[0], json.dumps(text, ensure_ascii=False))
     return escaped.replace("\x7f", r"\x7f")
 

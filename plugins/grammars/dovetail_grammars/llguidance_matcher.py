@@ -1,9 +1,9 @@
-"""The state of one answer in llguidance, and the masks of many, for `llguidance_backend.py`.
+"""Position of one answer in llguidance, and the masks of many, for `llguidance_backend.py`.
 
-Two things make masks quick. Copies of one of the library's matchers share, under a lock, the automaton that it builds as it goes: so a grammar has
-several that share nothing, its `Lanes`. And in a string of bounded length, the library would try nearly the whole vocabulary. Which tokens may come
-there without ending the string follows from the number of characters left (`positions.py`, `string_tokens.py`); a second matcher, which has only the
-other tokens, gives their part of the mask.
+Two techniques make masks fast. Copies of one of the library's matchers share, under a lock, the automaton that it builds incrementally: so a grammar
+has several matchers that share nothing, its `Lanes`. And in a string of bounded length, the library would try nearly the whole vocabulary. Which
+tokens are allowed there without ending the string depends only on the number of characters left (`positions.py`, `string_tokens.py`); a second
+matcher, with only the other tokens, provides their part of the mask.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from dovetail_grammars.string_tokens import StringMask, StringTokens
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
-MOST_THREADS = 4  # unless more are asked for: those that wait for work slow down the engine's own
+MOST_THREADS = 4  # by default: idle ones slow down the engine's thread
 MOST_LANES = 16
-MOST_STATES = 250_000  # of the automaton of a grammar's first lane; the others have as many together, so that lanes don't multiply memory
-MOVED_AT_MOST = 256  # tokens of an answer that moves to a lane of its own: the lane's matcher goes over all of them again
+MOST_STATES = 250_000  # of the automaton of a grammar's first lane; all others together have as many, which bounds memory
+MOVED_AT_MOST = 256  # tokens of an answer that moves to another lane, whose matcher consumes all of them again
 
 
 class Lanes:
-    """Matchers of one grammar that share nothing, so that masks of different lanes are filled at the same time. At first there is one; more are
-    made, in a thread, once several answers need masks together."""
+    """Matchers of one grammar that share nothing, so that masks of different lanes are filled in parallel. Initially there is one; more are
+    created, in a thread, once several answers need masks together."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
-        """`make`: returns a new matcher whose automaton has at most so many states."""
+        """`make(states)`: returns a new matcher whose automaton has at most `states` states."""
         self._make = make
-        self.firsts = [make(MOST_STATES)]  # of each lane, which copies. Replaced, never changed
+        self.firsts = [make(MOST_STATES)]  # the matcher of each lane, to be copied. The list is replaced, never modified
         self._thread: threading.Thread | None = None
         self._answers = 0
 
     def number(self) -> int:
-        """Return a number for another answer, by which answers are spread over the lanes."""
+        """Return a number for a new answer, which distributes answers over the lanes."""
         self._answers += 1
         return self._answers
 
     def widen(self, wanted: int) -> None:
-        """Have further lanes made, if there are less than wanted."""
+        """Create further lanes in a thread if there are fewer than `wanted`."""
         if wanted > len(self.firsts) and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._widen, args=(wanted,), name="dovetail-grammar-lanes")
             self._thread.start()
@@ -61,8 +61,8 @@ class Lanes:
 
 
 class _Side:
-    """A matcher of the library's for one answer. It goes over the answer's tokens when it is asked for something. `inner` is a copy of `first`, the
-    lane's. What goes beyond a limit of another lane goes on in the first."""
+    """The library's matcher for one answer. Consumes the answer's tokens lazily. `inner` is a copy of `first`, the lane's. An answer that exceeds a
+    limit of another lane continues in the first."""
 
     __slots__ = ("_made_of", "_number", "first", "inner", "lanes", "seen", "tokens")
 
@@ -70,13 +70,13 @@ class _Side:
         self.lanes = lanes
         self.tokens: list[int] = []  # of the answer, for this matcher
         self._number = lanes.number()
-        self._made_of: list[Any] | None = None  # the lanes that there were
+        self._made_of: list[Any] | None = None  # the lanes at that time
         self.first: Any = None
         self.inner: Any = None
-        self.seen = 0  # tokens
+        self.seen = 0  # number of tokens consumed
 
     def go_on(self) -> None:
-        """Bring `inner` behind all tokens. Raises `DovetailError` if it can't go on."""
+        """Advance `inner` past all tokens. Raises `DovetailError` if it can't continue."""
         firsts = self.lanes.firsts
         if self._made_of is not firsts:
             self._made_of = firsts
@@ -97,18 +97,18 @@ class _Side:
         self.inner, self.seen = self.first.deep_copy(), 0
 
     def go_home(self) -> bool:
-        """Move to the first lane, before all tokens. Returns False if it is there already."""
+        """Move to the first lane, with no tokens consumed. Returns False if already there."""
         moved = self.first is not self.lanes.firsts[0]
         self._move(self.lanes.firsts[0])
         return moved
 
     def allows(self, token: int) -> bool:
-        """True if `token` may come next; then `inner` may have gone on by it, which is to be added to the tokens."""
+        """Return True if `token` is allowed next; then `inner` may have consumed it, and it must be appended to `tokens`."""
         self.go_on()
         if self.inner.consume_token(token):
             self.seen += 1
             return True
-        if not self.go_home():  # one that has refused a token is of no more use
+        if not self.go_home():  # after rejecting a token, `inner` is unusable
             self._start_again()
         self.go_on()
         allowed = bool(self.inner.validate_tokens([token]))
@@ -124,7 +124,7 @@ class _Side:
         check(self.inner)
 
     def go_back(self, to: int) -> None:
-        """Take back what comes after the first `to` tokens."""
+        """Roll back to the first `to` tokens."""
         if self.inner is not None and self.inner.is_error():
             self._start_again()
         elif self.seen > to:
@@ -135,7 +135,7 @@ class _Side:
 
 
 class LLGrammar(Grammar):
-    """A compiled grammar. `rest` and `tracker`: of one with strings of bounded length."""
+    """Compiled grammar. `rest` and `tracker`: for grammars with strings of bounded length."""
 
     def __init__(self, fill: Fill, whole: Lanes, rest: Lanes | None = None, tracker: Tracker | None = None) -> None:
         self.fill, self.whole, self.rest, self.tracker = fill, whole, rest, tracker
@@ -145,28 +145,28 @@ class LLGrammar(Grammar):
 
 
 class LLMatcher(Failing):
-    """The library's matchers, without their own idea of the end: it takes any number of stop ids, and doesn't count them.
+    """The library's matchers with our own handling of the end: the library accepts any number of stop ids without counting them.
 
-    In a string whose length alone is restrained, they are asked once: what may come there changes with the number of characters left only. They go
-    over its tokens when they are asked for what comes after it; the rest's matcher not even then, since nothing there depends on them.
+    In a string that is constrained only in length, they are asked once, since allowed tokens change only with the number of characters left. They
+    consume its tokens when something after it is needed; the rest's matcher not even then, since nothing there depends on them.
     """
 
     def __init__(self, grammar: LLGrammar) -> None:
         self._fill, self._context = grammar.fill, grammar.fill.context
         self._whole = _Side(grammar.whole)
-        self.running = True  # no stop id was accepted
-        self.room: float | None = None  # how many characters its string may still have, if that decides which of the string's tokens may come
-        self.known: StringMask | None = None  # in a string with `room`: what the library says of the rest's tokens
+        self.running = True  # no stop id has been accepted
+        self.room: float | None = None  # characters left in its string, if that determines which tokens of the string are allowed
+        self.known: StringMask | None = None  # in a string with `room`: the library's mask of the rest's tokens
         self._tracker, self._rest = grammar.tracker, self._whole
         if grammar.rest is not None and self._tracker is not None:
             self._strings, self._rest = grammar.fill.strings, _Side(grammar.rest)
             self._characters, self._lengths = self._strings.characters, self._strings.lengths
-            # Before each token and at the end: the position, the characters of its string so far, and how many tokens the rest's matcher has
+            # Before each token and at the end: position, characters of its string so far, number of tokens in the rest's matcher
             self._positions, self._counts, self._spelled = [self._tracker.start], [0], [0]
 
     @property
     def side(self) -> _Side:
-        """The one whose mask is wanted."""
+        """The side whose mask is needed."""
         return self._whole if self.room is None else self._rest
 
     @may_fail
@@ -194,7 +194,7 @@ class LLMatcher(Failing):
     def _go_on(self, tracker: Tracker, token: int) -> bool:
         position, before, room = self._positions[-1], self._counts[-1], self.room
         characters = self._characters[token]
-        restrained, begins = room is None or before < position.least, False  # restrained: what comes after the string may depend on the token
+        restrained, begins = room is None or before < position.least, False  # restrained: what follows the string may depend on the token
         if room is not None and self._lengths[token] > room:
             return False
         if room is None or not characters:
@@ -220,7 +220,7 @@ class LLMatcher(Failing):
     def rollback(self, tokens: int) -> None:
         accepted = len(self._whole.tokens) + (not self.running)
         if not 0 <= tokens <= accepted:
-            raise ValueError(f"{tokens} tokens can't be taken back: {accepted} were accepted")
+            raise ValueError(f"can't roll back {tokens} tokens: {accepted} were accepted")
         if tokens and not self.running:
             self.running = True
             tokens -= 1
@@ -252,24 +252,24 @@ class LLMatcher(Failing):
         return bool(self._whole.inner.is_stopped())
 
     def know(self, rest: UInt32) -> None:
-        """Remember what the library says of the rest's tokens, in a string with `room`."""
+        """Store the library's mask of the rest's tokens, in a string with `room`."""
         if self._tracker is not None:
             self.known = self._tracker.mask(self._positions[-1], rest)
 
 
 class Fill:
-    """Fills the masks of one backend's answers."""
+    """Fills masks for one backend."""
 
     def __init__(self, context: GrammarContext, strings: StringTokens, threads: int | None) -> None:
         self.context, self.strings = context, strings
         self._threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
         self._most_lanes = min(MOST_LANES, 2 * self._threads)
-        self._executor: Any = None  # made when several masks are filled for the first time: its threads aren't for nothing
-        self._width = -(-(context.vocab_size + (not context.stop_ids)) // 32)  # of the library's masks: it makes up a stop id if there is none
-        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # its bits that belong to the vocabulary
+        self._executor: Any = None  # created when several masks are first filled at once, since its threads have a cost
+        self._width = -(-(context.vocab_size + (not context.stop_ids)) // 32)  # of the library's masks: it adds a stop id if there is none
+        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # the bits that belong to the vocabulary
 
     def __call__(self, matchers: Sequence[LLMatcher], words: UInt32) -> None:
-        """Write the mask of each to its line of words [m, ceil(vocab_size / 32)]. Raises `DovetailError` if one has failed."""
+        """Write the mask of each matcher to its row of words [m, ceil(vocab_size / 32)]. Raises `DovetailError` if one has failed."""
         require_none_failed(matchers)
         running = [(matcher, line) for line, matcher in enumerate(matchers) if matcher.running]
         if len(running) < len(matchers):
@@ -282,7 +282,7 @@ class Fill:
                 words[line] = self.strings.within(matcher.known, matcher.room)
 
     def _ask(self, asked: list[tuple[LLMatcher, int]], words: UInt32) -> None:
-        """Write what the library says of these answers' next tokens to their lines; in a string with room, also let them know."""
+        """Write the library's masks of these answers to their rows; in a string with room, also store them."""
         wide = words if words.shape[1] == self._width else np.zeros((len(words), self._width), dtype=np.uint32)
         sides = [(matcher.side, line) for matcher, line in asked]
         if len(sides) > 1:
@@ -303,7 +303,7 @@ class Fill:
             self._executor = llguidance.LLExecutor(self._threads)
         for side, _ in sides:
             side.go_on()
-        by_lane = sorted([(id(side.first), line, side.inner) for side, line in sides])  # so that few threads wait for each other
+        by_lane = sorted([(id(side.first), line, side.inner) for side, line in sides])  # to reduce contention between threads
         rows = [(inner, line) for _, line, inner in by_lane]
         self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.strides[0], len(words))
         for lanes, answers in Counter([side.lanes for side, _ in sides]).items():
@@ -311,6 +311,6 @@ class Fill:
 
 
 def check(inner: Any) -> None:
-    """Raise `DovetailError` if the matcher has failed: it went beyond a limit, or came to where no token of the vocabulary can go on."""
+    """Raise `DovetailError` if the matcher has failed: it exceeded a limit, or no token of the vocabulary can continue."""
     if inner.is_error():
         raise DovetailError(reason(inner.get_error()))

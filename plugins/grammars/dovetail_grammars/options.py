@@ -11,10 +11,10 @@ class GrammarOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     whitespace: Literal["compact", "flexible"] = "compact"
-    """White space between the tokens of JSON. compact: none. flexible: up to 20 characters at each place, so that no answer runs on in it."""
+    """White space between JSON tokens. compact: none. flexible: up to 20 characters at each place, so that no answer gets stuck in it."""
 
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Threads that fill the masks of a step's requests. null: up to four with `llguidance`, as many as the library thinks best with `xgrammar`."""
+    """Number of threads that fill the masks of a step. null: up to four with `llguidance`, the library's default with `xgrammar`."""
 
 
 WHITESPACE_AT_MOST = 20  # characters in a row, with `whitespace: flexible`

@@ -29,32 +29,32 @@ _OF_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
 _OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _KNOWN = _OF_OBJECTS | _OF_ARRAYS | _OF_NUMBERS | _VALUES | _OTHERS_OF_STRINGS | {"type", "minLength", "maxLength"}
 _ANYTHING: Schema = {}
-_REMEMBERED = 20_000  # steps of a tracker
-_MASK = 100  # a mask takes the memory of so many
-_MASKS = 4  # at a position, which differ in what may follow the string
+_REMEMBERED = 20_000  # steps cached by a tracker
+_MASK = 100  # size of a mask, in steps
+_MASKS = 4  # per position; they differ in what may follow the string
 
 _QUOTE, _BACKSLASH, _OPEN, _CLOSE, _COLON, _COMMA = b'"', b"\\", b"{[", b"}]", b":", b","
 _ESCAPED = -1
 
 
 class _Candidates:
-    """The subschemas of which a value matches at least one; unless `known`, it may match others, too."""
+    """Subschemas of which a value matches at least one; unless `known`, it may match others, too."""
 
     def __init__(self, schemas: Iterable[Schema], known: bool) -> None:
         self.schemas, self.known = tuple(schemas), known
         self.longest = self._longest()
-        self.least = max((schema.get("minLength", 0) for schema in self.of_type("string")), default=0)  # where `longest` is known
+        self.least = max((schema.get("minLength", 0) for schema in self.of_type("string")), default=0)  # if `longest` is known
         objects = self.of_type("object") if known else []
         self.names = {_spelled(name) for schema in objects for key in ("properties", "required") for name in schema.get(key, ())}
-        self.any_names = known and all(_VALUES.isdisjoint(schema) for schema in objects)  # besides these, names are free as far as there may be any
-        self.within: dict[bytes | None, _Candidates] = {}  # by property; None: every other, or an array's items
+        self.any_names = known and all(_VALUES.isdisjoint(schema) for schema in objects)  # other names are unconstrained, if any are allowed
+        self.within: dict[bytes | None, _Candidates] = {}  # by property; None: all others, or an array's items
 
     def of_type(self, name: str) -> list[Schema]:
         types = ((schema, schema.get("type", name)) for schema in self.schemas)
         return [schema for schema, allowed in types if name in ([allowed] if isinstance(allowed, str) else allowed)]
 
     def _longest(self) -> float | None:
-        """Return the maximum length of a string, if only `minLength` constrains it besides."""
+        """Return the maximum length of a string, if nothing but `minLength` constrains it otherwise."""
         strings = self.of_type("string")
         lengths = {schema.get("maxLength", math.inf) for schema in strings}
         if not self.known or len(lengths) != 1 or not all((_VALUES | _OTHERS_OF_STRINGS).isdisjoint(schema) for schema in strings):
@@ -68,7 +68,7 @@ _UNKNOWN = _Candidates((), known=False)
 
 @dataclass(eq=False, slots=True)
 class _Container:
-    """An array or object that the answer is in."""
+    """Array or object that encloses the current position."""
 
     is_object: bool
     follows: _Candidates
@@ -77,22 +77,22 @@ class _Container:
 
 @dataclass(eq=False, slots=True)
 class Position:
-    """A position in an answer, without the current length of its string."""
+    """Position in an answer, without the current length of its string."""
 
     container: _Container | None
-    follows: _Candidates  # what the string follows if it is in one, else what the next value follows
+    follows: _Candidates  # of the current string, otherwise of the next value
     in_string: bool
-    is_key: bool  # the string that it is in, or the next one
-    key: bytes | None  # as far as it is written; None: none of the schema's
-    unfinished: int  # bytes to come of a character that is begun; or _ESCAPED
-    steps: dict[int, Step] = field(default_factory=dict)  # by token, as far as they were needed
-    masks: list[StringMask] = field(default_factory=list)  # that there have been, the latest first
-    stays: bool = field(init=False)  # tokens of whole characters without a quote or a backslash lead back to it
+    is_key: bool  # the current string, or the next one
+    key: bytes | None  # as far as it has been written; None: not in the schema
+    unfinished: int  # remaining bytes of an incomplete character; or _ESCAPED
+    steps: dict[int, Step] = field(default_factory=dict)  # by token, computed on demand
+    masks: list[StringMask] = field(default_factory=list)  # seen so far, latest first
+    stays: bool = field(init=False)  # tokens of whole characters without quotes or backslashes lead back to it
     longest: float | None = field(init=False)
-    """How many characters this string may have: `inf` if any number of them. None in no string, within a character or an escape, or if it isn't
-    known, or if the string is restrained by more than its length, as a key is that may become one of the schema's."""
-    least: int = field(init=False)  # how many characters this string must have, where `longest` is known
-    within: bool = field(init=False)  # something is open, so that the answer can't end
+    """Maximum number of characters of this string: `inf` if unlimited. None outside of strings, within a character or an escape, if unknown, and if
+    more than its length constrains the string, such as a key that may become one of the schema's."""
+    least: int = field(init=False)  # minimum number of characters of this string, if `longest` is known
+    within: bool = field(init=False)  # in an open container or string, so that the answer can't end
 
     def __post_init__(self) -> None:
         whole = self.in_string and not self.unfinished
@@ -109,7 +109,7 @@ class Position:
 
 
 class Step(NamedTuple):
-    """Effect of a token: it leads `to` a position, and adds `characters` to its string. `begins`: the string begins in the token."""
+    """Effect of a token: it leads `to` a position, and adds `characters` to the string there. `begins`: that string begins in the token."""
 
     to: Position
     characters: int
@@ -128,7 +128,7 @@ class Tracker:
         self.start = Position(None, self._of([schema]), False, False, b"", 0)
 
     def step(self, position: Position, token: int, text: bytes) -> Step:
-        """Return the effect of `token`, whose bytes are `text`, at a position where it is allowed."""
+        """Return the effect of `token` with bytes `text` at a position where it is allowed."""
         step = position.steps.get(token)
         if step is None:
             step = self._go(position, text)
@@ -137,7 +137,7 @@ class Tracker:
         return step
 
     def mask(self, position: Position, rest: UInt32) -> StringMask:
-        """Return `rest` as a mask of the strings at a position: equal ones are the same object, as long as they are remembered."""
+        """Return `rest` as a mask of the strings at a position; equal masks are the same object while cached."""
         for mask in position.masks:
             if (mask.rest == rest).all():
                 return mask
@@ -147,7 +147,7 @@ class Tracker:
         return mask
 
     def _remember(self, size: int) -> None:
-        """Make room for something of the size of so many steps: forget all, if there is none."""
+        """Make room in the cache for `size` steps: clear it if it is full."""
         if self._remembered + size > _REMEMBERED:
             for position in (self.start, *self._positions.values()):
                 position.steps.clear()
@@ -225,7 +225,7 @@ class Tracker:
         return of.within[_ITEMS]
 
     def _parts(self, of: _Candidates, kind: str, parts: Iterable[Any]) -> _Candidates:
-        """Return the subschemas of an array's or object's members, which keywords beside them may fix."""
+        """Return the subschemas of an array's or object's members, which sibling keywords may constrain further."""
         fixed = not all(_VALUES.isdisjoint(schema) for schema in of.of_type(kind))
         return self._of(parts) if of.known and not fixed else _UNKNOWN
 
@@ -261,5 +261,5 @@ _ITEMS = b'"'  # no key has this spelling
 
 
 def _spelled(name: str) -> bytes:
-    """Return a key as it is written between its quotes: with the shortest escapes, which are the only ones that the library allows."""
+    """Return a key as it is written between its quotes: with the shortest escapes, the only ones that the library allows."""
     return json.dumps(name, ensure_ascii=False)[1:-1].encode(errors="surrogatepass")

@@ -38,27 +38,27 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The target notation of a pattern. Classes, repetitions and escapes (\\u and four digits) are alike in all."""
+    """Target notation of a pattern. Classes, repetitions and escapes (\\u and four digits) are the same in all."""
 
-    group: str  # what opens a group
+    group: str  # opening of a group
     quote: str  # around literal text
     space: str  # between the parts of a sequence
-    never: Ranges = field(default_factory=list)  # characters that no class may have
+    never: Ranges = field(default_factory=list)  # characters to exclude from all classes
 
 
 RUST = Dialect("(?:", "", "")
 EBNF = Dialect("(", '"', " ")
-IN_JSON = Dialect("(?:", "", "", never=[(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # within a string, where these would have to be escaped
+IN_JSON = Dialect("(?:", "", "", never=[(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # within a JSON string, where these must be escaped
 
 
 def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect, named: str = "") -> str:
-    """Return `pattern`, in Python's syntax with the flag ASCII, in another dialect. Raises `RequestError` if it is wrong, or isn't regular. `named`
-    begins the error's text."""
+    """Return `pattern`, in Python's syntax with the flag ASCII, in another dialect. Raises `RequestError` if it is invalid or isn't regular. `named`:
+    prefix of the error's text."""
     try:
         parsed = _parser.parse(pattern, re.ASCII)
         return _Writer(spec, dialect, named).sequence(_without_anchors(parsed), parsed.state.flags)
     except (re.error, OverflowError) as error:
-        refuse(spec, f"{named}wrong regular expression: {error}")
+        refuse(spec, f"{named}invalid regular expression: {error}")
     except RecursionError:
         refuse(spec, f"{named}the regular expression is nested too deeply")
 
@@ -67,7 +67,7 @@ _UNREAD_CONTROLS = re.compile(r"[\x00-\x1f\x7f]|\\(?:[0acefv]|x[01]|x7[fF]|[xu]\
 
 
 def demands(pattern: str, characters: Ranges) -> bool:
-    """Return True if a pattern has a place for these characters alone. In a syntax that Python doesn't read, any control character counts."""
+    """Return True if some position of a pattern allows only these characters. In a syntax that Python can't parse, any control character counts."""
     try:
         parsed = _parser.parse(pattern)
     except (re.error, OverflowError, RecursionError):
@@ -85,7 +85,7 @@ def demands(pattern: str, characters: Ranges) -> bool:
 
 
 def _flat(value: Any) -> Iterable[Any]:
-    """Yield the sequences within an item of a parsed pattern."""
+    """Yield the sequences nested in an item of a parsed pattern."""
     for part in value:
         if isinstance(part, _parser.SubPattern):
             yield part
@@ -94,7 +94,7 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
-    """Leave out the anchors at both ends: the whole answer is matched anyway."""
+    """Remove the anchors at both ends: the whole answer is matched anyway."""
     items = [(str(name), value) for name, value in parsed]
     while items and items[0][0] == "AT" and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
         del items[0]
@@ -105,7 +105,7 @@ def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes a parsed pattern in a dialect. The argument `flags` has those that hold at the place, since groups can change them."""
+    """Writes a parsed pattern in a dialect. `flags`: those in effect at the place, since groups can change them."""
 
     spec: GrammarSpec
     dialect: Dialect
@@ -113,7 +113,7 @@ class _Writer:
 
     def sequence(self, items: Iterable[Any], flags: int) -> str:
         parts: list[str] = []
-        text = ""  # of the literals that come one after the other
+        text = ""  # of consecutive literals
         for name, value in items:
             part = self.item(str(name), value, flags)
             if isinstance(part, int):
@@ -127,7 +127,7 @@ class _Writer:
         return f"{self.dialect.quote}{text}{self.dialect.quote}"
 
     def item(self, name: str, value: Any, flags: int) -> str | int:
-        """Return the text of an item, or its character if it is just one."""
+        """Return the text of an item, or the code point if it is a single character."""
         if name == "LITERAL":
             return self.characters(_cases([(value, value)], flags))
         if name == "NOT_LITERAL":
@@ -152,10 +152,10 @@ class _Writer:
         return f"{self.dialect.group}{text})"
 
     def characters(self, ranges: Ranges) -> str | int:
-        """Return a class as text, or as a number if it has a single character."""
+        """Return a class as text, or the code point if it has a single character."""
         merged = _others([*_others(ranges), *self.dialect.never]) if self.dialect.never else _merged(ranges)
         if not merged:
-            unwritten = ", other than such as would have to be escaped in JSON" if self.dialect.never else ""
+            unwritten = ", except those that must be escaped in JSON" if self.dialect.never else ""
             refuse(self.spec, f"{self.named}the regular expression has a class without any character{unwritten}")
         if len(merged) == 1 and merged[0][0] == merged[0][1]:
             return merged[0][0]
@@ -181,7 +181,7 @@ def _members(members: Sequence[Any], flags: int) -> Ranges:
 
 
 def _cases(ranges: Ranges, flags: int) -> Ranges:
-    """Add the other case of the ASCII letters, if the flags ask for it."""
+    """Add the other case of ASCII letters if the flags include IGNORECASE."""
     if not flags & re.IGNORECASE:
         return ranges
     added = list(ranges)

@@ -1,5 +1,5 @@
-"""Checks of JSON Schemas that don't depend on the library: `checked_parts` reports place, keyword and value of anything malformed, and unifies what
-the libraries interpret differently or not at all."""
+"""Library-independent checks of JSON Schemas: `checked_parts` reports place, keyword and value of anything malformed, and normalizes what the
+libraries interpret differently or not at all."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 EXCLUSIVE_BOUNDS = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
 BOUNDS = EXCLUSIVE_BOUNDS | {"minimum", "maximum"}
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
-MAX_COUNT = 2**31 - 1  # beyond it, libraries wrap
-ASSERTIONS = BOUNDS | {  # the keywords that have a say in what is valid
+MAX_COUNT = 2**31 - 1  # above, the libraries overflow
+ASSERTIONS = BOUNDS | {  # keywords that affect validity
     *("$ref", "$dynamicRef", "$recursiveRef", "type", "const", "enum", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
     *("multipleOf", "pattern", "format", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "uniqueItems", *COUNTS),
     *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames", "required"),
     *("dependentRequired", "dependentSchemas", "dependencies"),
 }
-FORMATS = frozenset({"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # those that both backends do
-_STANDARD_FORMATS = FORMATS | {  # JSON Schema has any other one ignored
+FORMATS = frozenset({"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # supported by both backends
+_STANDARD_FORMATS = FORMATS | {  # JSON Schema ignores any other
     *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
 }
 _ONE_SCHEMA = ("items", "additionalItems", "additionalProperties")
@@ -35,14 +35,14 @@ _NAMED = ("properties", "patternProperties")
 
 @dataclass(frozen=True, slots=True)
 class Subschema:
-    """A schema within a schema."""
+    """A schema nested in another."""
 
-    place: str  # as `$ref` would name it
+    place: str  # as a `$ref`
     schema: Schema
-    root: Schema  # that its `$ref`s start from
+    root: Schema  # root document of its `$ref`s
 
     def refuse(self, spec: GrammarSpec, key: str, why: str, value: Json = None) -> NoReturn:
-        """Raise `RequestError` about the keyword `key`, and its value, or the `value` within it."""
+        """Raise `RequestError` that shows the keyword `key` and its value, or `value` within it."""
         refuse(spec, f"{self.place}: {shown(key, self.schema[key] if value is None else value)}: {why}")
 
 
@@ -55,8 +55,8 @@ def shown(key: str, value: Json) -> str:
 def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Subschema]:
     """Return each schema that an answer can reach: `root`, its subschemas, and the targets of `$ref`s.
 
-    They are changed in place: keywords that say nothing are left out, as are formats that JSON Schema doesn't define. Raises `RequestError` for a
-    keyword whose value has a wrong form, and for a `$ref` that isn't a JSON pointer.
+    They are modified in place: keywords without effect are removed, as are formats that JSON Schema doesn't define. Raises `RequestError` for a
+    keyword with a malformed value, and for a `$ref` that isn't a JSON pointer.
     """
     parts: list[Subschema] = []
     seen: set[int] = set()
@@ -77,16 +77,16 @@ def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Sub
 
 
 def refuse_others(spec: GrammarSpec, part: Subschema, done: frozenset[str], backend: str) -> None:
-    """Raise `RequestError` for the first keyword, or the format, that a backend doesn't do."""
+    """Raise `RequestError` for the first keyword or format that a backend doesn't support."""
     for key in part.schema:
         if key in ASSERTIONS and key not in done:
-            part.refuse(spec, key, f"the backend {backend} can't do this keyword")
+            part.refuse(spec, key, f"the backend {backend} doesn't support this keyword")
     if part.schema.get("format", "uri") not in FORMATS:
-        part.refuse(spec, "format", f"the backend {backend} can't do this format")
+        part.refuse(spec, "format", f"the backend {backend} doesn't support this format")
 
 
 def literals(value: Json) -> Iterator[Json]:
-    """Yield the numbers and strings within a value of `const` or `enum`; keys aren't among them."""
+    """Yield the numbers and strings within a value of `const` or `enum`, except keys."""
     rest = [value]
     while rest:
         value = rest.pop()
@@ -99,7 +99,7 @@ def literals(value: Json) -> Iterator[Json]:
 
 
 def _settle(schema: Schema) -> None:
-    for bound in ("Minimum", "Maximum"):  # as drafts up to 4 have it: true or false, beside the bound
+    for bound in ("Minimum", "Maximum"):  # up to draft 4: a boolean besides the bound
         exclusive = schema.get(f"exclusive{bound}")
         if isinstance(exclusive, bool):
             del schema[f"exclusive{bound}"]
@@ -118,7 +118,7 @@ def _says_nothing(schema: Schema, key: str) -> bool:
         return value is False
     if key in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
         return value is True or value == {}
-    if key == "$schema":  # of a dialect that no library has
+    if key == "$schema":  # of a dialect that no library supports
         return "json-schema.org/" not in str(value)
     if key == "format" and isinstance(value, str):
         kinds = schema.get("type", "string")
@@ -137,7 +137,7 @@ def _within(spec: GrammarSpec, part: Subschema, place: str) -> Iterator[tuple[st
     for key in _ONE_SCHEMA:
         if key in schema and not isinstance(schema[key], list):
             yield f"{part.place}/{key}", schema[key], part.root
-    for key in (*_LISTS, "items"):  # drafts up to 2019-09 have lists of items
+    for key in (*_LISTS, "items"):  # up to draft 2019-09, items may be lists
         if isinstance(schema.get(key), list):
             yield from ((f"{part.place}/{key}/{index}", one, part.root) for index, one in enumerate(schema[key]))
     for key in _NAMED:
@@ -146,7 +146,7 @@ def _within(spec: GrammarSpec, part: Subschema, place: str) -> Iterator[tuple[st
     if "$ref" in schema:
         reference = schema["$ref"]
         if reference != "#" and not reference.startswith("#/"):
-            part.refuse(spec, "$ref", "only JSON pointers are followed, like #/$defs/name")
+            part.refuse(spec, "$ref", "only JSON pointers are supported, like #/$defs/name")
         if (found := target(part.root, reference)) is None:
             part.refuse(spec, "$ref", "it leads nowhere")
         yield f"{place}{reference[1:]}", found, part.root

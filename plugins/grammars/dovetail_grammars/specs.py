@@ -12,7 +12,7 @@ from dovetail.api.grammar import GrammarSpec
 from dovetail.checks import exact_float
 from dovetail.errors import RequestError
 
-MAX_NESTING = 100  # levels of JSON: the libraries read it by recursion
+MAX_NESTING = 100  # levels of JSON: the libraries parse it recursively
 MAX_REASON = 300  # characters of a library's explanation
 
 Json = Any
@@ -23,7 +23,7 @@ def refuse(spec: GrammarSpec, why: str) -> NoReturn:
 
 
 def decoder(spec: GrammarSpec) -> json.JSONDecoder:
-    """Return a strict JSON decoder, which also rejects numbers that would be rounded."""
+    """Return a strict JSON decoder that also rejects numbers that would be rounded."""
 
     def read(text: str) -> float:
         try:
@@ -61,11 +61,11 @@ def _inside(value: Json) -> Iterator[Json]:
 
 
 def read_schema(spec: GrammarSpec, schema: Json) -> dict[str, Json]:
-    """Return a JSON Schema as a mapping. Raises `RequestError` for one that isn't a schema, that nothing follows, or whose `$ref`s go in a circle."""
+    """Return a JSON Schema as a mapping. Raises `RequestError` if it isn't a schema, if no value satisfies it, or if its `$ref`s are circular."""
     if schema is True:
         return {}
     if not isinstance(schema, dict):
-        refuse(spec, "the schema is false, which nothing follows" if schema is False else "a schema is an object or true")
+        refuse(spec, "the schema is false, which no value satisfies" if schema is False else "a schema is an object or true")
     if "x-guidance" in schema:
         refuse(spec, "x-guidance: options of the backend are set in engine.yaml")
     _refuse_loops(spec, schema)
@@ -73,7 +73,7 @@ def read_schema(spec: GrammarSpec, schema: Json) -> dict[str, Json]:
 
 
 def _refuse_loops(spec: GrammarSpec, schema: Mapping[str, Json]) -> None:
-    """A reference that leads back to itself without any object or array between describes no text at all."""
+    """Reject references that lead back to themselves without an object or array in between: they describe no text at all."""
     known: set[str] = set()
     for reference in _references(schema):
         path: list[str] = []
@@ -91,9 +91,9 @@ def _references(value: Json) -> Iterator[str]:
 
 
 def _follow(spec: GrammarSpec, root: Mapping[str, Json], reference: str, path: list[str], known: set[str]) -> None:
-    """Go from a reference to those that its target must follow too: `$ref` and `allOf`. Each is gone from once."""
+    """Visit the references that `reference`'s target must satisfy, too: `$ref` and `allOf`. Each is visited once."""
     if reference in path:
-        refuse(spec, f"its $refs go in a circle: {' -> '.join([*path[path.index(reference) :], reference])}")
+        refuse(spec, f"its $refs are circular: {' -> '.join([*path[path.index(reference) :], reference])}")
     if reference in known or len(path) > MAX_NESTING:
         return
     known.add(reference)
@@ -112,7 +112,7 @@ def _must_follow(schema: Json) -> Iterator[str]:
 
 
 def target(root: Json, reference: str) -> Json:
-    """Return what a reference by JSON pointer leads to; None if it leads nowhere, or is of another kind, which the libraries judge."""
+    """Return the target of a JSON pointer; None if it has none, or is another kind of reference, which is left to the libraries."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     target = root
@@ -128,7 +128,7 @@ def target(root: Json, reference: str) -> Json:
 
 
 def read_choices(spec: GrammarSpec) -> list[str]:
-    """Return the distinct strings of a choice. Raises `RequestError` if there are none, or one isn't valid Unicode."""
+    """Return the distinct strings of a choice. Raises `RequestError` if it is empty, or a string isn't valid Unicode."""
     choices = read_json(spec)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         refuse(spec, "expected a list of one string or more")
@@ -142,19 +142,19 @@ def read_choices(spec: GrammarSpec) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A part of a structural tag: `begin`, then JSON that follows `schema`, then `end`."""
+    """Part of a structural tag: `begin`, then JSON that satisfies `schema`, then `end`."""
 
-    trigger: str  # the beginning of `begin` that starts it
+    trigger: str  # prefix of `begin` that starts the structure
     begin: str
     schema: dict[str, Json]
     end: str
-    place: str  # of the schema, for errors
+    place: str  # of the schema, for error messages
 
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """`at_least_one`: the answer begins with a structure. `stop_after_first`: it ends after the first. `separator`: the text between structures, if
-    there is no other text."""
+    """Parsed structural tag. `at_least_one`: the answer begins with a structure. `stop_after_first`: it ends after the first. `separator`: the text
+    between structures, if there is no other text."""
 
     structures: list[Structure]
     at_least_one: bool
@@ -163,10 +163,10 @@ class StructuralTag:
 
 
 def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
-    """Return a structural tag. Raises `RequestError` if its JSON is of another form, or a structure begins with no trigger."""
+    """Parse a structural tag. Raises `RequestError` if its JSON has another form, or a structure begins with no trigger."""
     tag = read_json(spec)
     if not isinstance(tag, dict) or not {"structures", "triggers"} <= set(tag) <= {"structures", "triggers", *_FLAGS, "separator"}:
-        refuse(spec, f'expected {{"structures": [...], "triggers": [...]}}, perhaps with {", ".join(_FLAGS)} and separator')
+        refuse(spec, f'expected {{"structures": [...], "triggers": [...]}}, optionally with {", ".join(_FLAGS)} and separator')
     for flag in _FLAGS:
         if not isinstance(tag.get(flag, False), bool):
             refuse(spec, f"{flag}: expected true or false")
@@ -184,7 +184,7 @@ def _read_structures(spec: GrammarSpec, tag: Mapping[str, Json]) -> list[Structu
     if not isinstance(triggers, list) or not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
         refuse(spec, "triggers: expected a list of one string or more, none of them empty")
     if not isinstance(structures, list) or not structures:
-        refuse(spec, "structures: expected a list of one or more")
+        refuse(spec, "structures: expected a non-empty list")
     shortest = [trigger for trigger in dict.fromkeys(triggers) if not any(trigger != other and trigger.startswith(other) for other in triggers)]
     read = [_read_structure(spec, f"structures.{index}", structure, shortest) for index, structure in enumerate(structures)]
     for trigger in shortest:
@@ -198,8 +198,8 @@ def _read_structure(spec: GrammarSpec, place: str, structure: Json, triggers: li
         refuse(spec, f'{place}: expected {{"begin": ..., "schema": ..., "end": ...}}')
     begin, end = structure["begin"], structure["end"]
     if not isinstance(begin, str) or not isinstance(end, str):
-        refuse(spec, f"{place}: begin and end are strings")
+        refuse(spec, f"{place}: begin and end must be strings")
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
-        refuse(spec, f"{place}: {begin!r} begins with none of the triggers")
+        refuse(spec, f"{place}: {begin!r} doesn't begin with any of the triggers")
     return Structure(trigger, begin, read_schema(spec, structure["schema"]), end, f"{place}, which begins with {begin[:80]!r}: #")

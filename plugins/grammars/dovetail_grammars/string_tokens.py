@@ -1,4 +1,4 @@
-"""`StringTokens`: the tokens that stay within a JSON string, whatever the string: which of them are allowed depends only on the characters left."""
+"""`StringTokens`: tokens that stay within any JSON string, so that only the number of characters left determines which are allowed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from dovetail.api.grammar import UInt32
 
-MOST_MASKS = 1024  # kept with the room of their strings, which take 20 KB each with a large vocabulary
-_NOT_PLAIN = frozenset('"\\\x7f').union(map(chr, range(0x20)))  # of a JSON string, but for the first two only where a backslash comes before
+MOST_MASKS = 1024  # cached, by characters left; some 20 KB each with a large vocabulary
+_NOT_PLAIN = frozenset('"\\\x7f').union(map(chr, range(0x20)))  # in a JSON string; the first two only after a backslash
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StringMask:
-    """The mask of the tokens that aren't plain string content (`rest` of `StringTokens`), at one point of a JSON string. It doesn't
-    depend on how many more characters the string may have."""
+    """Mask of the tokens that aren't plain string content (`rest` of `StringTokens`), at one point of a JSON string. Independent of how many more
+    characters the string may have."""
 
     rest: UInt32
 
@@ -32,41 +32,41 @@ class StringMask:
 
 
 class StringTokens:
-    """The tokens of two bytes or more that are whole characters, without a quote, a backslash or a control character. All others are `rest`."""
+    """Tokens of at least two bytes that consist of whole characters, without quotes, backslashes or control characters. All others are `rest`."""
 
     def __init__(self, context: GrammarContext) -> None:
         self._context = context
 
     @cached_property
     def characters(self) -> Sequence[int]:
-        """Number of characters of a token; 0 for one of the rest."""
+        """Number of characters by token; 0 for those of the rest."""
         stops = self._context.stop_ids
         return [0 if id in stops else _characters(text) for id, text in enumerate(self._context.token_bytes)]
 
     @cached_property
     def rest(self) -> GrammarContext:
-        """The context with no other tokens."""
+        """The context with only the tokens of the rest."""
         context = self._context
         tokens = [None if characters else text for text, characters in zip(context.token_bytes, self.characters, strict=True)]
         return GrammarContext(tokens, context.stop_ids, context.vocab_size)
 
     @cached_property
     def spelling(self) -> Sequence[int] | None:
-        """The token of each byte. None if one of these tokens has a byte that is no token, or there are none of these tokens."""
+        """Token by byte. None if one of these tokens contains a byte that is no token, or if there are none of these tokens."""
         single = {text[0]: id for id, text in enumerate(self.rest.token_bytes) if text and len(text) == 1 and id not in self._context.stop_ids}
         needed = {byte for text, characters in zip(self._context.token_bytes, self.characters, strict=True) if characters for byte in text or b""}
         return [single.get(byte, -1) for byte in range(256)] if needed and needed <= single.keys() else None
 
     def spelled(self, token: int) -> list[int]:
-        """Return tokens of the rest with the same bytes."""
+        """Return tokens of the rest that have the same bytes together."""
         if not self.characters[token]:
             return [token]
         spelling = self.spelling or ()
         return [spelling[byte] for byte in self._context.token_bytes[token] or b""]
 
     def within(self, known: StringMask, room: float) -> UInt32:
-        """Return the mask [ceil(vocab_size / 32)], not to be changed, in a string that has room for so many characters: of these tokens, and of the
-        rest as it is `known`."""
+        """Return the mask [ceil(vocab_size / 32)], not to be modified, in a string with `room` characters left: of these tokens, and of the rest as
+        `known`."""
         return self._within(known, int(min(room, self._longest)))
 
     @cached_property
@@ -79,7 +79,8 @@ class StringTokens:
 
     @cached_property
     def _masks(self) -> Callable[[int], tuple[UInt32, UInt32]]:
-        """Two masks: of these tokens with at most so many characters, and of the rest that add at most as many to the string they begin in."""
+        """Function from a number of characters to two masks: of these tokens with at most that many, and of the rest's tokens that add at most that
+        many to the string they begin in."""
         size = -(-self._context.vocab_size // 32) * 32
         plain, lengths = np.zeros(size, np.bool_), np.full(size, self._longest + 1)
         plain[: len(self.characters)] = np.array(self.characters) > 0
@@ -92,7 +93,7 @@ class StringTokens:
 
     @cached_property
     def lengths(self) -> Sequence[int]:
-        """How many characters a token adds to the string in which it begins, which it may end."""
+        """Number of characters by token that it adds to the string in which it begins, which it may end."""
         texts = zip(self._context.token_bytes, self.characters, strict=True)
         return [characters or _until_quote(text or b"") for text, characters in texts]
 

@@ -1,6 +1,6 @@
-"""The backend `xgrammar`: the library compiles a grammar with the whole vocabulary, so that filling a mask is mostly copying.
+"""Backend `xgrammar`: the library compiles a grammar with the whole vocabulary, so that filling a mask is mostly copying.
 
-It silently ignores what it doesn't support, so schemas and regular expressions are checked first.
+The library silently ignores what it doesn't support, so schemas and regular expressions are checked first.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class XGrammar(GrammarBackend):
         vocabulary += _parting_texts(vocabulary)
         self._masks = _Masks(context, -(-len(vocabulary) // 32))
         told = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=sorted(context.stop_ids))
-        self._compiler = xgrammar.GrammarCompiler(told, max_threads=COMPILING_THREADS, cache_enabled=False)  # the engine keeps what is compiled
-        self._batch: Any = None  # made when several masks are filled for the first time: its threads aren't for nothing
+        self._compiler = xgrammar.GrammarCompiler(told, max_threads=COMPILING_THREADS, cache_enabled=False)  # the engine caches compiled grammars
+        self._batch: Any = None  # created when several masks are first filled at once, since its threads have a cost
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         try:
             return _Grammar(self._compiled(spec), self._masks)
         except RequestError:
             raise
-        except Exception as error:  # whatever a library may raise, it is this request's affair
+        except Exception as error:  # whatever the library raises is this request's error
             refuse(spec, _reason(error))
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
@@ -87,12 +87,13 @@ class XGrammar(GrammarBackend):
             return self._compiler.compile_grammar(spec.text)
         check_lark(spec, spec.text)
         if "%json" in spec.text:
-            refuse(spec, "the backend xgrammar can't tell which schemas behind %json it can do; llguidance can")
+            refuse(spec, "the backend xgrammar can't check whether it supports the schemas after %json; llguidance can")
         return self._compiler.compile_lark(spec.text)
 
     def _json(self, spec: GrammarSpec, schema: Any, place: str = "#") -> str:
-        """Return a schema as the library's grammar, mended: see `_mended`. A further key could be one of the schema's in another spelling, with an
-        escape; free arrays and objects have a space behind their commas."""
+        """Return a schema as the library's grammar, mended: see `_mended`. Otherwise an additional key could be one of the schema's in another
+        spelling,
+        with an escape, and free arrays and objects would have a space after their commas."""
         text = str(xgrammar.Grammar.from_json_schema(_dumped(spec, schema, place), **self._json_options()))
         lines = []
         for line in text.splitlines():
@@ -105,7 +106,7 @@ class XGrammar(GrammarBackend):
         return "\n".join(lines)
 
     def _json_options(self) -> Mapping[str, Any]:
-        """Objects and arrays that say nothing of further members may have some, as JSON Schema has it: the library calls that not strict."""
+        """Options by which objects and arrays allow additional members by default, as in JSON Schema; the library calls that not strict."""
         flexible = self.options.whitespace == "flexible"
         most = WHITESPACE_AT_MOST if flexible else None
         return {"any_whitespace": flexible, "separators": (",", ":"), "strict_mode": False, "max_whitespace_cnt": most}
@@ -125,15 +126,15 @@ class XGrammar(GrammarBackend):
 
 
 class _Masks:
-    """The library's masks, which may be wider than ours, and have bits beyond the vocabulary. `width`: their words."""
+    """The library's masks, which may be wider than ours and have bits beyond the vocabulary. `width`: in words."""
 
     def __init__(self, context: GrammarContext, width: int) -> None:
         self.context, self._width = context, width
-        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # its bits that belong to the vocabulary
+        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # the bits that belong to the vocabulary
 
     @contextmanager
     def in_full(self, words: UInt32) -> Iterator[UInt32]:
-        """Give lines of masks [..., width] for the library to write, and take them over into `words`."""
+        """Yield masks [..., width] for the library to fill, and then copy them to `words`."""
         wide = words if words.shape[-1] == self._width else np.zeros((*words.shape[:-1], self._width), dtype=np.uint32)
         yield wide
         if wide is not words:
@@ -162,13 +163,13 @@ class _Grammar(Grammar):
 
 
 class _Matcher(Failing):
-    """The library's matcher; that a stop id was accepted is noted here, for it fills no mask after one."""
+    """The library's matcher, plus a flag for accepted stop ids, since the library fills no mask after one."""
 
     def __init__(self, inner: Any, masks: _Masks) -> None:
         self.inner = inner
         self._masks, self._context = masks, masks.context
-        self._accepted = 0  # tokens, with a stop id
-        self.running = True  # no stop id was accepted
+        self._accepted = 0  # tokens, including a stop id
+        self.running = True  # no stop id has been accepted
 
     @may_fail
     def fill(self, words: UInt32) -> None:
@@ -181,7 +182,7 @@ class _Matcher(Failing):
     def check(self, words: UInt32) -> None:
         """Raise `DovetailError` if neither a token nor an end is allowed."""
         if not words.any() and not self.inner.is_completed():
-            raise DovetailError("no token of the vocabulary can go on")
+            raise DovetailError("no token of the vocabulary can continue the answer")
 
     @may_fail
     def accept(self, token: int) -> bool:
@@ -197,7 +198,7 @@ class _Matcher(Failing):
 
     def rollback(self, tokens: int) -> None:
         if not 0 <= tokens <= self._accepted:
-            raise ValueError(f"{tokens} tokens can't be taken back: {self._accepted} were accepted")
+            raise ValueError(f"can't roll back {tokens} tokens: {self._accepted} were accepted")
         self._accepted -= tokens
         if tokens and not self.running:
             self.running = True
@@ -215,10 +216,10 @@ class _Matcher(Failing):
 
 
 def _parting_texts(vocabulary: Sequence[bytes]) -> list[bytes]:
-    """Return texts of further tokens, beyond the vocabulary, with which the library's table of common beginnings is right.
+    """Return additional texts, beyond the vocabulary, that make the library's table of common prefixes correct.
 
-    In the order of their texts, it takes a token for a continuation of one before if that is *anywhere* in it (as `":` is in `"a":`), and then
-    forbids both when it forbids the first. A text between the two, which begins as the second does, parts them.
+    In the sorted order of texts, the library takes a token for a continuation of an earlier one if that occurs *anywhere* in it (as `":` in `"a":`),
+    and then forbids both when it forbids the first. A text between the two, which begins like the second, separates them.
     """
     added: list[bytes] = []
     while True:
@@ -236,17 +237,17 @@ def _parting_texts(vocabulary: Sequence[bytes]) -> list[bytes]:
 
 
 def _parting(before: bytes, text: bytes) -> bytes:
-    """Return the beginning of `text` up to the first byte in which it differs from `before`."""
+    """Return the prefix of `text` up to and including the first byte that differs from `before`."""
     same = next((n for n, (one, other) in enumerate(zip(before, text, strict=False)) if one != other), min(len(before), len(text)))
     return text[: same + 1]
 
 
 def _mended(spec: GrammarSpec, found: re.Match[str]) -> str:
-    """Return a part of a grammar as the library should have written it: regular expressions as grammars, since it follows those with
-    repetitions in alternatives wrongly; escapes of two digits as ones of four, since it reads `\\xdfe` as one; the negations of classes without
-    surrogates, which UTF-8 hasn't."""
+    """Return a corrected part of a grammar written by the library: regular expressions become grammars, since it misinterprets those with
+    repetitions in alternatives; two-digit escapes become four-digit ones, since it reads `\\xdfe` as one; negated classes exclude surrogates,
+    which UTF-8 doesn't have."""
     if found["regex"]:
-        pattern = re.sub(r"\\(\W)", r"\1", found["regex"][1:-1])  # the other escapes are alike in both
+        pattern = re.sub(r"\\(\W)", r"\1", found["regex"][1:-1])  # the other escapes are the same in both
         return f"({rewritten(spec, pattern, EBNF)})"
     if found["text"]:
         return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda escape: f"\\u00{escape[1]}" if escape[1] else escape[0], found["text"])

@@ -15,7 +15,7 @@ from dovetail_grammars.regexes import IN_JSON, rewritten
 from dovetail_grammars.schemas import ASSERTIONS, BOUNDS, EXCLUSIVE_BOUNDS, Schema, Subschema, checked_parts, literals, refuse_others, shown
 from dovetail_grammars.specs import refuse
 
-DONE: Mapping[str, frozenset[str]] = {  # by the keyword, or the type, that decides over the others
+DONE: Mapping[str, frozenset[str]] = {  # by the keyword or type that takes precedence
     "$ref": frozenset({"$ref"}),
     "const": frozenset({"const", "type"}),
     "enum": frozenset({"enum", "type"}),
@@ -60,7 +60,7 @@ def done_in_full(spec: GrammarSpec, schema: Schema, place: str = "#") -> Schema:
 
 
 def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
-    """The library has integers of 64 bits; bounds of other numbers are doubles, of which it reads six digits behind the point."""
+    """Reject numbers that the library would round: integers have 64 bits; other bounds are doubles with six digits after the decimal point."""
     inexact = "the backend xgrammar can't keep this number exactly"
     for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
         for value in literals(list(values)):
@@ -76,21 +76,21 @@ def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
         if low in part.schema and high in part.schema:
             least, most = part.schema[low], part.schema[high]
             if least > most or (least == most and not EXCLUSIVE_BOUNDS.isdisjoint((low, high))):
-                part.refuse(spec, low, f"nothing follows it and {shown(high, most)}")
+                part.refuse(spec, low, f"no value satisfies it and {shown(high, most)}")
 
 
 def _checked(spec: GrammarSpec, schema: Any, place: str) -> Any:
     if isinstance(schema, bool):
         return schema
-    if not isinstance(schema, dict):  # items of old drafts
-        refuse(spec, f"{place}: the backend xgrammar can't do a list of schemas here")
+    if not isinstance(schema, dict):  # `items` of old drafts
+        refuse(spec, f"{place}: the backend xgrammar doesn't support a list of schemas here")
     deciding = next((key for key in DECIDING if key in schema), None)
     kinds = [deciding] if deciding else _types(schema)
     done = frozenset().union(*(DONE[kind] for kind in kinds))
     for key in schema:
         if key in ASSERTIONS and key not in done:
             beside = f" beside {kinds[0]}" if kinds else " without a type"
-            refuse(spec, f"{place}: the backend xgrammar can't do {key}{beside}; llguidance may")
+            refuse(spec, f"{place}: the backend xgrammar doesn't support {key}{beside}; try llguidance")
     _check_values(spec, schema, deciding, place)
     left_out = ("minLength", "maxLength", *(["format"] if schema.get("format") in PATTERNS else ()))
     rest = {key: value for key, value in schema.items() if key not in left_out}
@@ -98,7 +98,7 @@ def _checked(spec: GrammarSpec, schema: Any, place: str) -> Any:
 
 
 def _types(schema: Schema) -> list[str]:
-    """Return the types that the rest of the schema is about; an object or an array may go without saying."""
+    """Return the types that the schema's keywords apply to; objects and arrays may be implied."""
     if "type" not in schema:
         if "properties" in schema or "additionalProperties" in schema:
             return ["object"]
@@ -109,23 +109,23 @@ def _types(schema: Schema) -> list[str]:
 def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place: str) -> None:
     """Check the values of keywords that XGrammar supports only in part."""
     if deciding == "$ref" and not re.fullmatch(r"#(/(\$defs|definitions)/[^/~%]+)?", str(schema["$ref"])):
-        refuse(spec, f"{place}: the backend xgrammar follows $refs to # and into $defs, not to {schema['$ref']!r}")
+        refuse(spec, f"{place}: the backend xgrammar supports $refs to # and into $defs, not to {schema['$ref']!r}")
     if deciding in ("const", "enum") and "type" in schema:
         types = tuple(kind for name in _types(schema) for kind in TYPES[name])
         if not all(type(value) in types for value in ([schema["const"]] if deciding == "const" else schema["enum"])):
-            refuse(spec, f"{place}: the values of {deciding} aren't all of the type beside it")
+            refuse(spec, f"{place}: some values of {deciding} don't have the given type")
     if deciding == "oneOf" and not _disjoint(schema["oneOf"]):
-        refuse(spec, f"{place}: the backend xgrammar can't do oneOf, unless each part has a type or a const of its own; anyOf may serve")
+        refuse(spec, f"{place}: the backend xgrammar supports oneOf only if each part has its own type or const; try anyOf")
     if deciding == "allOf" and len(schema["allOf"]) > 1:
-        refuse(spec, f"{place}: the backend xgrammar can't do allOf of several schemas; llguidance may")
+        refuse(spec, f"{place}: the backend xgrammar doesn't support allOf of several schemas; try llguidance")
     names = schema.get("properties", {})
     if unnamed := [name for name in schema.get("required", ()) if name not in names]:
-        refuse(spec, f"{place}: the backend xgrammar can't do required for {unnamed[0]!r}, which isn't among the properties; llguidance may")
+        refuse(spec, f"{place}: the backend xgrammar doesn't support required for {unnamed[0]!r}, which isn't among the properties; try llguidance")
     if schema.get("additionalProperties") is not False and (odd := [name for name in names if not _PLAIN_NAME.fullmatch(name)]):
-        refuse(spec, f"{place}: the backend xgrammar can't do additionalProperties beside {odd[0]!r}: say false, or use plain ASCII names")
+        refuse(spec, f"{place}: the backend xgrammar doesn't support additionalProperties with {odd[0]!r}: set it to false, or use plain ASCII names")
     rules = [key for key in ("format", "pattern", "minLength", "maxLength") if key in schema]
     if len(rules) > 1 and rules != ["minLength", "maxLength"]:
-        refuse(spec, f"{place}: the backend xgrammar can't do {rules[1]} beside {rules[0]}; llguidance may")
+        refuse(spec, f"{place}: the backend xgrammar doesn't support {rules[1]} with {rules[0]}; try llguidance")
 
 
 def _disjoint(parts: list[Any]) -> bool:
@@ -138,7 +138,7 @@ def _disjoint(parts: list[Any]) -> bool:
 
 
 def _as_equal(value: Any) -> str:
-    """Return a value's JSON, which is that of all values that JSON Schema says are equal."""
+    """Return a value's JSON, the same for all values that are equal in JSON Schema."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     if isinstance(value, list):
@@ -149,8 +149,9 @@ def _as_equal(value: Any) -> str:
 
 
 def _inner(spec: GrammarSpec, schema: Schema, place: str) -> Schema:
-    """Return the keywords whose values hold schemas, checked, and the string's pattern, rewritten; lengths become one, since XGrammar would have
-    control characters in such strings, which JSON hasn't."""
+    """Return the keywords whose values hold schemas, checked, and the string's pattern, rewritten. Lengths become a pattern, too, since XGrammar
+    would
+    allow control characters in such strings, which JSON doesn't."""
     inner: Schema = {}
     for key, part, where in _schemas_in(schema, place):
         inner[key] = _checked(spec, part, where)
