@@ -66,12 +66,13 @@ def timed(work: Workload, generate: Generate) -> tuple[list[float], dict[str, fl
     return times, power.summary()
 
 
-def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any], component: str | None = None) -> Measured:
     from dovetail import LLM, SamplingParams
 
+    model: Any = directory if component is None else {"path": str(directory), "component": component}
     begun = time.perf_counter()
     settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest}
-    with LLM(directory, **{**settings, **overrides}) as llm:
+    with LLM(model, **{**settings, **overrides}) as llm:
         started = time.perf_counter() - begun
         params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
 
@@ -96,6 +97,11 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
             **power,
         }
     return Measured(times, started, details)
+
+
+def run_dovetail_transformers(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+    """Our engine with transformers' module code, instead of the native model."""
+    return run_dovetail(work, directory, overrides, "transformers")
 
 
 def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
@@ -176,8 +182,14 @@ def version_of(distribution: str) -> str:
         return "unknown"
 
 
-TAKE_PARAMS = ("dovetail", "vllm")
-ENGINES = {"dovetail": run_dovetail, "nano-vllm": run_nano_vllm, "vllm": run_vllm, "transformers": run_transformers}
+TAKE_PARAMS = ("dovetail", "dovetail-transformers", "vllm")
+ENGINES = {
+    "dovetail": run_dovetail,
+    "dovetail-transformers": run_dovetail_transformers,
+    "nano-vllm": run_nano_vllm,
+    "vllm": run_vllm,
+    "transformers": run_transformers,
+}
 
 
 def run_engine(name: str, work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured | None:
@@ -188,7 +200,7 @@ def run_engine(name: str, work: Workload, directory: Path, overrides: dict[str, 
     try:
         return ENGINES[name](work, directory, overrides)
     except ImportError as error:
-        if name == "dovetail":
+        if name.startswith("dovetail"):
             raise
         print(f"{name}: left out, since it can't be imported: {error}", flush=True)
         return None

@@ -4,6 +4,7 @@
     python -m bench.throughput --workload nano --shape llama-3.2-1b
     python -m bench.throughput --workload 8b-one --checkpoint int4-g128
     python -m bench.throughput --workload nano --param presence_penalty=1.5 --param repetition_penalty=1.05    # beside it without them
+    python -m bench.throughput --workload 8b-one 8b-64 8b-256 --engine dovetail dovetail-transformers    # the native model and transformers' code
     python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
 Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with fresh token ids each; detokenization on. The floor

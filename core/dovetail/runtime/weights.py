@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,13 @@ def dummy_weights(model: Any, seed: int) -> None:
         if weight.scale:
             weight.load(torch.ones(shape, device=weight.device), rule.shard_id)
             continue
-        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {rule.source}".encode()))  # torch takes 32 bits on a CPU
-        weight.load(torch.randn(shape, generator=generator, device=weight.device) * 0.02, rule.shard_id)
+        weight.load(random_numbers(shape, rule.source, seed, weight.device), rule.shard_id)
+
+
+def random_numbers(shape: Sequence[int], name: str, seed: int, device: torch.device) -> torch.Tensor:
+    """Return float32 numbers for the tensor `name` of a model with random weights."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # torch takes 32 bits on a CPU
+    return torch.randn(tuple(shape), generator=generator, device=device) * 0.02
 
 
 def _check_rules(model: torch.nn.Module, rules: Mapping[str, WeightRule]) -> None:

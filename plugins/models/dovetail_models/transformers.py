@@ -6,10 +6,11 @@ A native model is preferred. What can't be proven exact is refused (`transformer
 from __future__ import annotations
 
 import copy
+import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,26 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelContext, ParallelGroup, WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.runtime.weights import some_of
+from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.weights import dummy_weights, random_numbers, some_of
 from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, one_line, specs_of, trace
 from dovetail_models.transformers_check import check
+from dovetail_models.transformers_layers import Layers, OwnHead, Seen, find_layers, watching
+
+log = logging.getLogger("dovetail")
 
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
 _LEFT_OUT = re.compile(r"(model\.)?(mtp|visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector)\.")  # tensors of other parts
+_IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # where a model's class names them
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
 
 
@@ -41,7 +48,7 @@ class Transformers(ModelArch):
 
     def __init__(self, options: NoOptions, context: ModelContext) -> None:
         super().__init__(options, context)
-        self._traced: tuple[Any, nn.Module, list[AttentionCall]] | None = None
+        self._traced: tuple[Any, Traced] | None = None
 
     def reasons_against(self, config: Any) -> list[str]:
         serves = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
@@ -53,7 +60,7 @@ class Transformers(ModelArch):
         if getattr(getattr(transformers, serves), "_is_stateful", False):
             return [f"{serves} keeps a recurrent state, which isn't served yet"]
         try:
-            calls = self._trace(config)[1]
+            calls = self._trace(config).calls
         except UnsupportedError as error:
             return [str(error)]
         reasons = sorted({problem for call in calls for problem in call.problems})
@@ -62,7 +69,7 @@ class Transformers(ModelArch):
         return reasons
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        return specs_of(self._trace(config)[1])
+        return specs_of(self._trace(config).calls)
 
     def build(self, config: Any, context: BuildContext) -> nn.Module:
         if context.parallel.size > 1:
@@ -71,84 +78,131 @@ class Transformers(ModelArch):
             raise UnsupportedError(
                 "a model through transformers needs plain weights (bfloat16, float16 or float32); those stored in 8 or 4 bits need a native model"
             )
-        base, calls = self._trace(config)
+        traced = self._trace(config)
         max_len = context.max_len or int(config.max_position_embeddings)
         _check_rope(config, max_len)
-        shortened = _shortened(config, base, calls)
-        layers = [context.make_attention(spec) for spec in specs_of(calls)]
-        return TransformersModel(config, shortened, calls, layers, context, max_len)
+        with full_float32():
+            layers = find_layers(traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps)
+        return TransformersModel(config, traced, layers, context, max_len)
 
-    def _trace(self, config: Any) -> tuple[nn.Module, list[AttentionCall]]:
-        """Return the model without its head, on the meta device, and its attention calls. Raises `UnsupportedError`."""
+    def _trace(self, config: Any) -> Traced:
+        """Trace the model on the meta device. Raises `UnsupportedError`."""
         if self._traced is None or self._traced[0] is not config:
-            try:
-                with torch.device("meta"):
-                    model = _of_config(config)
-            except Exception as error:
-                if isinstance(error, KeyError) and error.args == (NAME,):
-                    raise UnsupportedError(NOT_THROUGH.format(type(config).__name__.removesuffix("Config"))) from error
-                raise UnsupportedError(f"transformers can't build it as a causal language model: {one_line(error)}") from error
-            base = _base_of(model)
-            self._traced = config, base, trace(base)
-        return self._traced[1], self._traced[2]
+            self._traced = config, traced_model(config)
+        return self._traced[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A model on the meta device, and what its forward pass showed."""
+
+    model: PreTrainedModel
+    base: nn.Module  # the model without its head
+    calls: list[AttentionCall]
+    seen: Mapping[str, list[Seen]]  # calls of the base's modules, by their names
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of the base's parameters in the model."""
+        return "".join(f"{name}." for name, module in self.model.named_children() if module is self.base)
+
+    def keeps(self, name: str) -> bool:
+        """Return True for modules of the base whose parameters stay in float32, whatever the model's dtype is."""
+        return any(pattern in name for attribute in _IN_FLOAT32 for pattern in getattr(self.model, attribute, None) or ())
+
+
+def traced_model(config: Any) -> Traced:
+    try:
+        with torch.device("meta"):
+            model = _of_config(config)
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise UnsupportedError(NOT_THROUGH.format(type(config).__name__.removesuffix("Config"))) from error
+        raise UnsupportedError(f"transformers can't build it as a causal language model: {one_line(error)}") from error
+    base = _base_of(model)
+    with watching(base) as seen:
+        calls = trace(base)
+    return Traced(model, base, calls, seen)
 
 
 class TransformersModel(nn.Module):
-    """A `dovetail.api.model.CausalLM` around a model of transformers, which `load_checkpoint` makes."""
+    """A `dovetail.api.model.CausalLM` around a model of transformers, which `load_checkpoint` makes. Some of its modules are replaced by `layers`."""
 
-    def __init__(
-        self,
-        config: Any,
-        shortened: tuple[Any, list[AttentionCall]],
-        calls: list[AttentionCall],
-        layers: list[AttentionLayer],
-        context: BuildContext,
-        max_len: int,
-    ) -> None:
-        """`shortened`: the config and the attention calls of the first layers, which are checked. `calls` and `layers` belong together."""
+    def __init__(self, config: Any, traced: Traced, layers: Layers, context: BuildContext, max_len: int) -> None:
         super().__init__()
-        self.config, self._shortened, self._calls, self._layers, self._context, self._max_len = config, shortened, calls, layers, context, max_len
+        self.config, self._layers, self._context, self._max_len = config, layers, context, max_len
+        self._prefix, self._calls = traced.prefix, traced.calls
+        self._shortened = _shortened(config, traced.base, traced.calls)
+        self._attention = [context.make_attention(spec) for spec in specs_of(traced.calls)]
+        self._own = {found.name: found.make(context) for found in layers.found}
+        self.own = nn.ModuleList(self._own.values())
 
     def load_checkpoint(self, directory: Path | None, seed: int) -> None:
         """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` for a checkpoint that doesn't fit, and `UnsupportedError` if
         the model computes other states in ragged batches than by itself."""
         dtype, device = self._context.dtype, self._context.device
-        if directory is not None:
+        if directory is None:
+            dummy_weights(self, seed)
+            self.model = _skeleton(self.config, dtype)
+        else:
             self._prove(directory)
-        self.model = _loaded(self.config, directory, dtype, seed).to(device)
+            self.model = _loaded(self.config, directory, dtype)
+            for rule in self.weights():
+                rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
         self._base = _base_of(self.model)
-        bind(self._base, self._calls, self._layers)
+        _replace(self._base, self._own)
+        del self.own  # they are in the model now
+        for name, module in self.model.named_children():
+            if type(module) is nn.Linear:
+                setattr(self.model, name, OwnHead(module))
+        if directory is None:
+            _fill(self.model, seed, device)
+        self.model.to(device)
+        bind(self._base, self._calls, self._attention)
         self._head = head_of(self.model)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = _states(self._base, token_ids, positions)
+        hidden = _states(self._base, self._layers, token_ids, positions)
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
-    def weights(self) -> Iterable[WeightRule]:
-        return ()  # transformers loads them
+    def weights(self) -> Iterator[WeightRule]:
+        """Yield where the parameters of replaced modules go; transformers loads the others."""
+        for name, own in self._own.items():
+            yield from own.rules(self._prefix + name)
 
     def _prove(self, directory: Path) -> None:
         """Run the first layers, as many as have one of each kind, in float32, by themselves and in ragged batches."""
         config, calls = self._shortened
-        model = _loaded(config, directory, torch.float32, 0, whole=False).to(self._context.device)
-        base = _base_of(model)
-
-        def reference(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            model.set_attn_implementation("eager")
-            try:
-                return _states(base, ids, positions)
-            finally:
-                model.set_attn_implementation(NAME)
-
+        alone = _loaded(config, directory, torch.float32, whole=False).to(self._context.device)
+        alone.set_attn_implementation("eager")
         lengths = sorted({1, min(33, self._max_len), min(_longest_needed(self.config, calls), self._max_len)})
-        with torch.no_grad(), _full_float32():
-            difference = check(base, calls, reference, partial(_states, base), lengths, self.config.vocab_size)
-        if difference is not None:
-            raise UnsupportedError(f"{type(model).__name__} can't be served through transformers: {difference}")
+        difference = self._difference(alone, self._layers, calls, lengths)
+        if difference is not None and self._layers.found and self._difference(alone, Layers(), calls, lengths) is None:
+            log.warning("%s: none of its layers is replaced by a faster one, with which %s", type(alone).__name__, difference)
+            self._layers, self._own, self.own = Layers(), {}, nn.ModuleList()
+        elif difference is not None:
+            raise UnsupportedError(f"{type(alone).__name__} can't be served through transformers: {difference}")
+
+    def _difference(self, alone: PreTrainedModel, layers: Layers, calls: list[AttentionCall], lengths: list[int]) -> str | None:
+        """Return how the states of `alone` differ from those of the same model in ragged batches, with `layers`; None: not at all."""
+        batched = copy.deepcopy(alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())})
+        batched.set_attn_implementation(NAME)
+        base, base_alone = _base_of(batched), _base_of(alone)
+        context = replace(self._context, dtype=torch.float32, parallel=SINGLE)
+        own = {found.name: found.make(context) for found in layers.found if _has(base, found.name)}
+        for name, layer in own.items():
+            for rule in layer.rules(self._prefix + name):
+                rule.parameter.load(batched.get_parameter(rule.source).data, rule.shard_id)
+        _replace(base, own)
+        with torch.no_grad(), full_float32():
+            try:
+                return check(base, calls, partial(_states, base_alone, Layers()), partial(_states, base, layers), lengths, self.config.vocab_size)
+            except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+                return f"its code fails in ragged batches: {one_line(error)}"
 
 
 def _base_of(model: PreTrainedModel) -> nn.Module:
@@ -159,14 +213,53 @@ def _base_of(model: PreTrainedModel) -> nn.Module:
     return base
 
 
-def _states(base: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _replace(base: nn.Module, own: Mapping[str, nn.Module]) -> None:
+    for name, layer in own.items():
+        base.set_submodule(name, layer)
+
+
+def _has(base: nn.Module, name: str) -> bool:
+    return any(name == other for other, _ in base.named_modules())
+
+
+def _states(base: nn.Module, layers: Layers, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    for rotary in layers.rotaries:
+        rotary.begin(positions)
     states: torch.Tensor = base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
     return states
 
 
-def _of_config(text: Any) -> PreTrainedModel:
-    text = copy.deepcopy(text)
-    return _ready(AutoModelForCausalLM.from_config(text, attn_implementation=NAME, experts_implementation=NAME))
+def _of_config(text: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    return _ready(AutoModelForCausalLM.from_config(copy.deepcopy(text), dtype=dtype, attn_implementation=NAME, experts_implementation=NAME))
+
+
+def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model with buffers and vectors as transformers makes them, and with matrices on the meta device."""
+
+    def without_memory(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return (
+            nn.Parameter(parameter.to("meta"), requires_grad=False)
+            if parameter is not None and parameter.ndim > 1 and not parameter.is_meta
+            else None
+        )
+
+    handle = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type] # torch's annotation lacks the result
+    try:
+        return _of_config(config, dtype)
+    finally:
+        handle.remove()
+
+
+def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
+    """Give parameters on the meta device memory on `device` and random numbers, as `dummy_weights` does."""
+    made: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                if id(parameter) not in made:
+                    numbers = random_numbers(parameter.shape, f"{prefix}.{name}", seed, device).to(parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(numbers, requires_grad=False)
+                setattr(module, name, made[id(parameter)])
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:
@@ -180,12 +273,9 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def _loaded(config: Any, directory: Path | None, dtype: torch.dtype, seed: int, *, whole: bool = True) -> PreTrainedModel:
-    """Return the model with the weights from `directory`; None: random ones. `whole`: the checkpoint may hold no tensor that the model doesn't know,
-    but for parts that a text model leaves out. Raises `ModelLoadError`."""
-    if directory is None:
-        torch.manual_seed(seed)
-        return _of_config(config).to(dtype)
+def _loaded(config: Any, directory: Path, dtype: torch.dtype, *, whole: bool = True) -> PreTrainedModel:
+    """Return the model with the weights from `directory`, on the CPU. `whole`: the checkpoint may hold no tensor that the model doesn't know, but for
+    parts that a text model leaves out. Raises `ModelLoadError`."""
     config = copy.deepcopy(config)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -301,7 +391,7 @@ def _check_rope(config: Any, max_len: int) -> None:
 
 
 @contextmanager
-def _full_float32() -> Iterator[None]:
+def full_float32() -> Iterator[None]:
     """Without TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

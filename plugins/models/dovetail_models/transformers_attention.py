@@ -153,10 +153,10 @@ def _recording(model: nn.Module) -> Iterator[list[AttentionCall]]:
 def trace(base: nn.Module) -> list[AttentionCall]:
     """Return the attention calls of a forward pass of a model on the meta device, in their order. Raises `UnsupportedError` if there are none, or if
     the model can't be traced."""
-    ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    ids, positions = (torch.zeros(1, 3, dtype=torch.long, device="meta") for _ in range(2))
     with _recording(base) as calls:
         try:
-            base(input_ids=ids, position_ids=ids, use_cache=False)
+            base(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:
             raise UnsupportedError(f"{type(base).__name__}: its code can't be traced: {one_line(error)}") from error
     if not calls:
