@@ -74,7 +74,7 @@ def test_the_stated_error_is_that_of_steps_which_were_held_out(found: Calibratio
     assert found.complete
     assert found.profile.error is not None
     assert found.profile.error < 0.01
-    assert "measurements, that it wasn't fitted on" in found.profile.judged_on
+    assert "measurements that were excluded from the fit" in found.profile.judged_on
 
 
 def test_the_time_until_tokens_are_delivered_is_found_out(found: Calibration) -> None:
@@ -445,7 +445,7 @@ def test_an_engine_with_no_room_at_all_says_what_it_takes() -> None:
 
 
 def test_too_little_time_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="too little time"):
+    with pytest.raises(ConfigError, match="time limit is too short"):
         calibrate(pretended(), time_limit_s=0)
 
 

@@ -42,8 +42,8 @@ def test_a_saved_run_comes_back_as_it_was(tmp_path: Path, gaps: list[list[float]
     ("text", "says"),
     [
         ("", "can't be read"),
-        ("[1]", "is no run"),
-        ('{"dovetail_lab_run": 99}', "is no run"),
+        ("[1]", "not a run"),
+        ('{"dovetail_lab_run": 99}', "not a run"),
         ('{"dovetail_lab_run": 1, "requests": {"id": ["a"]}}', "damaged"),
         ('{"dovetail_lab_run": 1, "requests": 3}', "damaged"),
     ],

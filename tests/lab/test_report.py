@@ -286,7 +286,7 @@ def test_runs_go_by_name_and_seed_or_else_by_file() -> None:
         by_policy([(Path("x"), a0), (Path("x"), a0)])
 
 
-@pytest.mark.parametrize(("text", "says"), [(None, "can't be read"), ("{}", "is no run of the lab"), ("nonsense", "can't be read")])
+@pytest.mark.parametrize(("text", "says"), [(None, "can't be read"), ("{}", "not a run of the lab"), ("nonsense", "can't be read")])
 def test_a_file_that_is_no_run_is_named(text: str | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     if text is not None:

@@ -123,7 +123,7 @@ def test_a_config_is_read_from_its_file_and_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"hidden_size": None}, "expected hidden_size or n_embed or n_embd: a positive integer, got None"),
+        ({"hidden_size": None}, "expected hidden_size or n_embed or n_embd as a positive integer, got None"),
         ({"num_attention_heads": -3}, "num_attention_heads.*-3"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"sliding_window": 4096}, "sliding_window"),

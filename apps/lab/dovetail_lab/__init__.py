@@ -14,14 +14,14 @@ def dovetail_components() -> list[ComponentSpec]:
             target="dovetail_lab.simulated:SimulatedExecutor",
             api="0.3",
             options="dovetail_lab.simulated:SimulatedOptions",
-            summary="No model: a virtual clock, moved by a model of the time that a step takes",
+            summary="Simulation: a step-time model advances a virtual clock, without a model",
         ),
         ComponentSpec(
             kind="observer",
             name="decision_log",
             target="dovetail_lab.decision_log:DecisionLog",
             options="dovetail_lab.decision_log:DecisionLogOptions",
-            summary="Who ran, who waited and why: a file that Perfetto opens",
+            summary="Logs scheduling decisions to a file for Perfetto",
         ),
     ]
 

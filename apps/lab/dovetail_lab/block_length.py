@@ -1,4 +1,4 @@
-"""`block_length`: how many requests that follow each other must be drawn together, so that a block holds what a run remembers."""
+"""`block_length`: number of consecutive requests to resample together, so that blocks cover a run's autocorrelation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from dovetail_lab.pairs import Floats, Pairs, Statistic
 
-MIN_BLOCKS = 7  # a block is at most this share of a run
-_ROUNDING = 1e-9  # influences are relative: what is below this share is rounding, and remembers nothing
+MIN_BLOCKS = 7  # a run has at least this many blocks
+_ROUNDING = 1e-9  # influences are relative; below this share they are rounding errors
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLength:
-    """`capped`: the run remembers for longer than it has room for `MIN_BLOCKS` blocks, so an interval from blocks is too narrow."""
+    """Block length of a comparison. `capped`: the autocorrelation is too long for `MIN_BLOCKS` blocks, so block intervals are too narrow."""
 
     requests: int
     capped: bool
 
 
 def block_length(runs: Sequence[Pairs], statistic: Statistic) -> BlockLength:
-    """Long enough for the statistic in every run: twice the longest of their optimal lengths. Those are optimal for a variance; in
-    an interval their bias weighs more, and blocks twice as long come nearer the stated level (`tests/lab/test_statistics.py` draws for it)."""
+    """Return a length sufficient for the statistic in every run: twice the largest of their optimal lengths. Those are optimal for a variance; for an
+    interval their bias weighs more, and doubling brings the coverage nearer to the stated level (`tests/lab/test_statistics.py` simulates it)."""
     longest, shortest_run = 1, min((run.requests for run in runs), default=1)
     for run in runs:
         present = run.present
@@ -37,8 +37,8 @@ def block_length(runs: Sequence[Pairs], statistic: Statistic) -> BlockLength:
 
 
 def optimal_block(series: Floats) -> int:
-    """The block length that makes the circular block bootstrap's variance of a mean most exact: Politis and White 2004, "Automatic block-length
-    selection for the dependent bootstrap", as corrected by Patton, Politis and White 2009; m is their smallest lag after which the
+    """Return the block length that minimizes the error of the circular block bootstrap's variance of a mean: Politis and White 2004, "Automatic
+    block-length selection for the dependent bootstrap", as corrected by Patton, Politis and White 2009; m is their smallest lag after which the
     autocorrelations stay insignificant, and lambda their flat-top window."""
     n = len(series)
     covariance = _autocovariance(series)

@@ -1,6 +1,6 @@
-"""`calibrate`: measure a real engine's step times over a designed grid. The resulting profile gives a simulation the same step times.
+"""`calibrate`: measures a real engine's step times over a designed grid and fits a profile, with which a simulation has the same step times.
 
-decodes            rows × context, sizes of graphs and others; few rows at more contexts
+decodes            rows × context, at sizes of graphs and others; few rows at more contexts
 prompts join       decodes × their tokens
 prompts in chunks  tokens × history, beside a growing number of decodes; a small last chunk beside decodes
 
@@ -35,60 +35,60 @@ if TYPE_CHECKING:
 
 TIME_LIMIT_S = 60.0
 REHEARSAL_S, QUICK_REHEARSAL_S = 6.0, 1.5
-REHEARSAL_SHARE = 1 / 6  # at most this share of the time
-HELD_OUT = 5  # every fifth measurement is left out of the fit, and judges it
+REHEARSAL_SHARE = 1 / 6  # maximum share of the time limit
+HELD_OUT = 5  # every fifth measurement is excluded from the fit and evaluates it
 SETTLING = 2  # decode steps after a change that aren't measured
-TOGETHER = 6  # decode steps that are timed as one
+TOGETHER = 6  # decode steps timed as one
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
 BETWEEN = (3, 6, 12, 20, 44)  # sizes without a graph: if they take as long as the next size, decodes are padded
-CONTEXTS = ((512, 512), (64, 128), (2048, 1024), (6144, 2048))  # (tokens of a decode, chunk), the most useful first
+CONTEXTS = ((512, 512), (64, 128), (2048, 1024), (6144, 2048))  # (tokens of a decode, chunk), most useful first
 JOINING = (
     *((tokens,) for tokens in (16, 48, 700, 128, 1500, 300, 1000, 90, 3000, 200, 1900, 450)),
     *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
-)  # what joins one step: by turns, some at each number of rows
-AT_ONCE = 4  # half as many beside other contexts than the first
-LEFTOVERS = ((560, 512), (640, 512), (90, 64), (812, 512), (1100, 512))  # (tokens, chunk) of prompts that end in a small chunk, by turns as well
+)  # prompts that join one step; some in turn at each number of rows
+AT_ONCE = 4  # half as many at contexts other than the first
+LEFTOVERS = ((560, 512), (640, 512), (90, 64), (812, 512), (1100, 512))  # (tokens, chunk) of prompts that end in a small chunk, also in turn
 FEW_ROWS = (1, 2, 4, 8)  # the split of their keys over the device depends on the context
 FEW_ROWS_CONTEXTS = (1024, 256, 1500, 3072)
-GRAPHS = padded_sizes(ALWAYS_TOKENS)  # each of these sizes may have a graph, and so a time of its own
+GRAPHS = padded_sizes(ALWAYS_TOKENS)  # each of these sizes may have a graph, and so its own time
 FEW_GRAPHS = GRAPHS[1::3]
 PREFILLS = (
     *((tokens, chunk) for size in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
     (4000, NEVER),
     *((tokens, chunk) for size in GRAPHS if size not in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
     *((2 * size + 16, size + 8) for size in GRAPHS[7:-1:3]),  # just above a size
-    *((tokens, 512) for tokens in (5632, 4096, 2560, 1536, 4608, 3072, 2048)),  # few queries after much: only a prompt's last chunk counts
+    *((tokens, 512) for tokens in (5632, 4096, 2560, 1536, 4608, 3072, 2048)),  # only the last chunk is measured: few queries after a long history
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
 )  # (tokens, chunk), without decodes: a first chunk finds the device idle, a second doesn't
-FIRST = 2 * len(FEW_GRAPHS) + 1  # this many come before all else: they show which steps are graphs
-REPEATS, LARGE = 3, 6000  # prompts of more tokens aren't repeated: such steps hardly vary
+FIRST = 2 * len(FEW_GRAPHS) + 1  # this many come first: they show which steps are graphs
+REPEATS, LARGE = 3, 6000  # larger prompts aren't repeated: such steps hardly vary
 ROUNDS = 2
-LEVEL_TOKENS = 120_000  # tokens of K and V: filling more takes too long
+LEVEL_TOKENS = 120_000  # of KV cache: filling more takes too long
 QUICK_CONTEXTS = ((8, 512), (48, 128))
 QUICK_JOINING = ((4,), (24,))
 QUICK_PREFILLS = tuple((tokens, NEVER) for tokens in (6, 16, 40, 60))
 
-Progress = Callable[[int, int], None]  # (cells measured, of all)
+Progress = Callable[[int, int], None]  # (cells measured, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Measurements with decodes of about `context` tokens each. At every number of `rows` some steps have decodes alone, then `prompts` join, then
+    """Measurements with decodes of about `context` tokens each. At each number of `rows`, some steps have only decodes, then `prompts` join, then
     `leftovers`; `between` these numbers there are only decodes."""
 
     context: int
     rows: tuple[int, ...]
     between: tuple[int, ...] = ()
-    chunk: int = NEVER  # tokens of prompts beside decodes while rows are added
-    prompts: tuple[tuple[int, ...], ...] = ()  # what joins one step
-    at_once: int = 0  # how many of `prompts` are tried at each number of rows, in turns
+    chunk: int = NEVER  # prompt tokens beside decodes while rows are added
+    prompts: tuple[tuple[int, ...], ...] = ()  # prompts that join one step
+    at_once: int = 0  # number of `prompts` to try at each number of rows, in turn
     leftovers: tuple[tuple[int, int], ...] = ()  # (tokens, chunk) of prompts: one of them
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """The measurements to make, the most useful first, as the time may run out."""
+    """Measurements to make, most useful first, since the time may run out."""
 
     warm_up: Level
     prefills: tuple[tuple[int, int], ...]  # (prompt tokens, chunk), without decodes
@@ -99,7 +99,8 @@ class Design:
 
     @classmethod
     def of(cls, engine: LLMEngine, quick: bool) -> Design:
-        """Return as much of the grid as the engine has room for; of the tiny grid, if `quick` or if it is too small. Raises `ConfigError` if nothing
+        """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the engine is too small. Raises `ConfigError` if
+        nothing
         fits."""
         capacity, config = engine.capacity, engine.config
         pool = int(0.6 * capacity.num_blocks * capacity.layout.block_size)
@@ -144,19 +145,19 @@ class Design:
 
 
 def _that_fit(prefills: Sequence[tuple[int, int]], longest: int, max_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Return the (prompt tokens, chunk) that fit: with whole chunks, if a step of `max_tokens` has room for them; unchunked prompts
-    unchanged or not at all."""
+    """Return the (prompt tokens, chunk) that fit: with whole chunks, if a step of `max_tokens` can hold them; unchunked prompts unchanged or not at
+    all."""
     chunked = [(min(tokens, longest // chunk * chunk), chunk) if chunk < NEVER else (tokens, chunk) for tokens, chunk in prefills]
     return tuple((tokens, chunk) for tokens, chunk in chunked if 0 < tokens <= longest and (chunk == NEVER or chunk <= max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and the measurements that it was made from."""
+    """A profile and the measurements that it was fitted to."""
 
     profile: StepTimeProfile
     sightings: tuple[Sighting, ...]
-    complete: bool  # True if there was time for the whole grid
+    complete: bool  # True if the whole grid was measured in time
 
 
 def calibrate(
@@ -168,9 +169,9 @@ def calibrate(
     registry: Registry | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Start the engine that `config` describes, and measure it for `time_limit_s` at most; what is measured is its own executor.
+    """Start the engine that `config` describes, and measure it for at most `time_limit_s`, with its own executor.
 
-    `quick`: a tiny grid. Raises what `LLMEngine` raises, and `ConfigError` if too little could be measured to fit anything.
+    `quick`: a tiny grid. Raises the errors of `LLMEngine`, and `ConfigError` if too little could be measured to fit anything.
     """
     rehearsal_s = min(QUICK_REHEARSAL_S if quick else REHEARSAL_S, REHEARSAL_SHARE * time_limit_s)
     with LLMEngine.from_config(config, registry=registry) as engine:
@@ -186,8 +187,8 @@ def calibrate(
 
 
 def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
-    """Fit a profile to `sightings`, which are in order, with a rehearsal's last. `overlapped`: steps were submitted while the device was busy. The
-    `papers` are other fields of the profile. Raises `ConfigError` if there are too few to fit anything."""
+    """Fit a profile to `sightings`, in order, a rehearsal's last. `overlapped`: steps were submitted while the device was busy. `papers`: other
+    fields of the profile. Raises `ConfigError` if there are too few to fit anything."""
     grid = [sighting for sighting in sightings if not sighting.rehearsed]
     steps = list(timed(grid, overlapped))
     cells = _cells(steps)
@@ -203,7 +204,7 @@ def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -
         sampling_share=times.rule.sampling_share,
         copying_share=times.rule.copying_share,
         error=round(float(np.abs(times.errors(judges)).mean()), 4),
-        judged_on=f"{len(judges)} of {len(cells)} measurements, that it wasn't fitted on",
+        judged_on=f"{len(judges)} of {len(cells)} measurements that were excluded from the fit",
         **_core_times(grid, times.rule),
         **papers,
     )
@@ -211,7 +212,7 @@ def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -
 
 
 def _measure(rig: Rig, design: Design, progress: Progress) -> bool:
-    """Measure the grid, repeatedly to see how times vary. Returns True if there was time for all of it once."""
+    """Measure the grid, repeatedly to see how times vary. Returns True if all of it was measured at least once."""
     done = 0
     first, *others = design.levels
 
@@ -257,7 +258,7 @@ def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], No
 
 
 def _warm_up(rig: Rig, design: Design) -> None:
-    """Run steps that don't count: they compile kernels and fill memory caches, also those that only large steps need."""
+    """Run unmeasured steps that compile kernels and fill memory caches, including those that only large steps need."""
     level = design.warm_up
     for tokens, chunk in sorted({*design.prefills[::4], max(design.prefills)}):
         rig.inject((tokens,), chunk=chunk)
@@ -271,8 +272,8 @@ def _warm_up(rig: Rig, design: Design) -> None:
 
 
 def _cells(steps: Sequence[Timed]) -> list[list[tuple[Timed, ...]]]:
-    """Runs of decodes, and steps with prefills; repetitions of the same together. Chunks that nothing is sampled after are left out: with anybody
-    decoding there are none, and both they and their launching are shorter."""
+    """Return runs of decodes and steps with prefills, repetitions grouped. Chunks without a sampled token are excluded: with decodes there are none,
+    and both they and their launches are shorter."""
     cells: dict[tuple[Any, ...], list[tuple[Timed, ...]]] = defaultdict(list)
     for first, last in _spans([step.shape for step in steps]):
         measured = tuple(steps[first:last])
@@ -303,7 +304,7 @@ def _same_decodes(shape: StepShape, other: StepShape) -> bool:
 
 
 def _cell(shape: StepShape) -> tuple[Any, ...]:
-    """Return the key of repeated measurements, which differ only by a few tokens generated meanwhile, or a few decodes added."""
+    """Return the key of repeated measurements; they differ only by a few tokens generated meanwhile, or a few added decodes."""
     own = (shape.prefill_rows, shape.prefill_tokens, shape.prefill_pairs)
     decodes = round(4 * log2(shape.decodes)) if shape.prefill_rows and shape.decodes else shape.decodes
     return (decodes, round(4 * log2(shape.context_tokens)), *own)

@@ -1,4 +1,4 @@
-"""`dovetail lab calibrate`: step times of this machine's engine, as a profile for the executor `simulated`."""
+"""`dovetail lab calibrate`: measure step times of this machine's engine as a profile for the executor `simulated`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def calibrate(
     engine: Engine,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write the profile.")],
     quick: Annotated[bool, typer.Option("--quick", help="Measure a tiny grid, as a smoke test.")] = False,
-    time_limit: Annotated[float, typer.Option("--time-limit", min=1.0, metavar="SECONDS", help="Limit of measuring, without the start.")] = 60.0,
+    time_limit: Annotated[float, typer.Option("--time-limit", min=1.0, metavar="SECONDS", help="Time limit, without the engine's start.")] = 60.0,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
     """Measure the step times of this machine's engine for simulations."""
@@ -26,7 +26,7 @@ def calibrate(
     from dovetail_lab.simulate import SIMULATED
 
     if EngineConfig.load(engine).executor.name in SIMULATED:
-        raise ConfigError(f"{engine}: the executor simulated can't be calibrated: name a real one, such as local")
+        raise ConfigError(f"{engine}: the executor simulated can't be calibrated: choose a real one, such as local")
     config = open_engine(engine, settings, real=True)
     make_folder(out.parent)
     from dovetail_lab.calibrate import calibrate as measure

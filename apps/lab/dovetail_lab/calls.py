@@ -1,4 +1,4 @@
-"""The lab's short syntax for values: `poisson(4)`, `lognormal(median=900, sigma=1.1)`, `oracle`: a name, with arguments in order or by name."""
+"""The lab's short syntax for values: a name with positional or named arguments, as in `poisson(4)`, `lognormal(median=900, sigma=1.1)`, `oracle`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Value(BaseModel):
 
 
 def parse_call(text: str, kinds: Mapping[str, type[Model]], what: str) -> Model:
-    """Return the value that `text` describes, one of `kinds` by name. Raises `TraceError` with `what` was expected and the valid names."""
+    """Parse `text` into one of `kinds`, selected by name. Raises `TraceError` with `what` was expected and the valid names."""
     match = _CALL.fullmatch(text.strip())
     if match is None:
         raise TraceError(f"{what}: expected a name, or name(arguments), got {text!r}")

@@ -1,8 +1,9 @@
-"""`find_capacity`: search for the highest rate of arrivals at which an engine meets its objectives. Doubling brackets it, then the bracket is
-halved, in logarithms, until it is known to a given tolerance.
+"""`find_capacity`: search for the highest arrival rate at which an engine meets its objectives. Doubling brackets it; then the bracket is halved, on
+a
+log scale, to a given tolerance.
 
-The search assumes that an objective missed at one rate is missed at every higher one. A finite trace doesn't guarantee that, so it is checked by
-probes beside the search, and over all rates tried. If it doesn't hold, the answer is the highest rate below every failure, and it says so.
+The search assumes that an objective missed at one rate is missed at every higher one. A finite trace doesn't guarantee that, so probes next to the
+result and all rates tried are checked. If it doesn't hold, the answer is the highest rate below every failure, with a note.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from dovetail.errors import ConfigError
 from dovetail_lab.records import RunResult
 from dovetail_lab.slo import Judgement, Objective
 
-MAX_DOUBLINGS = 12  # in each direction, from where the search starts
+MAX_DOUBLINGS = 12  # in each direction from the start
 PROBES = (0.5, 0.8, 1.25)  # multiples of the rate found: those below 1 must pass, the other must fail
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The outcome of each objective at one rate (a factor on the workload's own), over all seeds together."""
+    """Outcome of each objective at one rate (a factor on the workload's own), over all seeds together."""
 
     scale: float
     judged: tuple[Judgement, ...]  # in the order of the objectives
@@ -33,7 +34,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The result of a search. `scale` is None if even the lowest rate tried fails. `open_ended`: the highest rate tried still passes, so the limit is
+    """Result of a search. `scale` is None if even the lowest rate tried fails. `open_ended`: the highest rate tried still passes, so the limit is
     unknown."""
 
     scale: float | None
@@ -51,8 +52,8 @@ class Capacity:
 def find_capacity(
     run: Callable[[float], Sequence[RunResult]], objectives: Sequence[Objective], *, tolerance: float = 0.02, start: float = 1.0
 ) -> Capacity:
-    """Find the capacity. `run(scale)` gives the runs, one for each seed, at `scale` times the workload's rate. `tolerance` is relative: the
-    true limit lies between the answer and (1 + tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start <= 0."""
+    """Find the capacity. `run(scale)` returns the runs, one per seed, at `scale` times the workload's rate. `tolerance` is relative: the true limit
+    is between the answer and (1 + tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start <= 0."""
     if not 0.001 <= tolerance <= 1:
         raise ConfigError(f"--tolerance: expected 0.001 to 1, got {tolerance:g}")
     if not 0 < start < math.inf:
@@ -74,12 +75,12 @@ class _Search:
 
     @property
     def high(self) -> float:
-        """The lowest rate that failed; infinity if none did."""
+        """Lowest rate that failed; infinity if none did."""
         return min((trial.scale for trial in self.trials.values() if not trial.met), default=math.inf)
 
     @property
     def low(self) -> float | None:
-        """The highest rate below it that passed."""
+        """Highest rate below `high` that passed."""
         return max((trial.scale for trial in self.trials.values() if trial.met and trial.scale < self.high), default=None)
 
     def try_rate(self, scale: float) -> None:
@@ -87,7 +88,7 @@ class _Search:
         self.trials[scale] = Trial(scale, tuple(objective.judge(runs) for objective in self._objectives))
 
     def next_rate(self, tolerance: float) -> float | None:
-        """Return the next rate: double or halve until there is a bracket, halve the bracket, then probe beside it; an unexpected probe moves it."""
+        """Return the next rate: double or halve to find a bracket, halve the bracket, then probe next to it; an unexpected probe moves it."""
         low, high = self.low, self.high
         if low is None:
             return high / 2 if high > self._start / 2**MAX_DOUBLINGS else None

@@ -92,7 +92,7 @@ def capacity(
 
 
 class _Runner:
-    """Runs of all seeds at a rate; after the first, what is known of the engine, and whether other seeds bring other traffic."""
+    """Runs all seeds at a rate. After the first, also knows the engine's details, and whether seeds change the traffic."""
 
     engine: Engine
     seeded: bool
@@ -117,7 +117,7 @@ class _Runner:
 
 
 def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
-    """Return the workload's own rate in requests a second, averaged over seeds. Raises `ConfigError` if it has none."""
+    """Return the workload's own rate in requests per second, averaged over seeds. Raises `ConfigError` if it has none."""
     from dovetail_lab.planned_runs import cached_workload
 
     rates = []
@@ -130,7 +130,7 @@ def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
 
 
 def _compared(found: Mapping[str, Capacity]) -> Iterator[str]:
-    """Yield a sentence for each engine's rate relative to the first one's."""
+    """Yield a sentence about each engine's rate relative to the first engine's."""
     (first, base), *others = found.items()
     for name, own in others:
         if base.scale is not None and own.scale is not None:
@@ -142,7 +142,7 @@ def _header(objectives: Sequence[Objective]) -> list[str]:
 
 
 def _rows(found: Capacity, own_rate: float) -> list[list[str]]:
-    """Return a row of texts for each trial; those of an objective have as many decimals."""
+    """Return a row of texts per trial, with equally many decimals within an objective's column."""
     values = zip(*(evenly(own) for own in zip(*([one.value for one in trial.judged] for trial in found.trials), strict=True)), strict=True)
     return [
         [significant(trial.scale * own_rate), significant(trial.scale), *own, "met" if trial.met else "missed"]
@@ -154,7 +154,7 @@ def _cautions(found: Capacity, seeded: bool) -> list[str]:
     if found.monotone:
         return []
     remedy = "a longer trace or more seeds" if seeded else "a longer trace"
-    return [f"a higher rate met what a lower one missed. The answer is below every miss; {remedy} would make it more certain"]
+    return [f"a higher rate met objectives that a lower one missed. The answer is below every miss; {remedy} would make it more reliable"]
 
 
 def _print_one(found: Capacity, objectives: Sequence[Objective], own_rate: float, said: str, cautions: Sequence[str]) -> None:

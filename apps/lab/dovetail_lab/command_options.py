@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from dovetail_lab.routers import Routing
     from dovetail_lab.simulate import Progress
 
-Engine = Annotated[str, typer.Argument(metavar="engine.yaml", help="The engine: which policy, which KV-cache manager, what sizes.")]
-Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the engine, dotted if need be. May be repeated.")]
+Engine = Annotated[str, typer.Argument(metavar="engine.yaml", help="The engine: policy, KV-cache manager, sizes.")]
+Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the engine, dotted if nested. May be repeated.")]
 SettingsOfSeveral = Annotated[
     list[str],
-    typer.Option("--set", metavar="[ENGINE:]KEY=VALUE", help="Set a key of every engine, or of the one of that name. May be repeated."),
+    typer.Option("--set", metavar="[ENGINE:]KEY=VALUE", help="Set a key of all engines, or of the named one. May be repeated."),
 ]
-StepTime = Annotated[str | None, typer.Option("--step-time", metavar="FILE.json|NAME", help="How long steps take.  [default: as the engine says]")]
+StepTime = Annotated[str | None, typer.Option("--step-time", metavar="FILE.json|NAME", help="Step times of the device.  [default: the engine's]")]
 TraceArgument = Annotated[
     str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")
 ]
@@ -34,7 +34,7 @@ Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """The options that put several equal engines behind a router."""
+    """Options for several identical engines behind a router."""
 
     replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Number of identical engines behind a router.")] = 1
     router: Annotated[
@@ -91,7 +91,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def open_engines(sources: Sequence[str], settings: Sequence[str], *, step_time: str | None = None) -> dict[str, EngineConfig]:
-    """Return the simulated engines by their names in tables. A setting "KEY=VALUE" is for all of them, "ENGINE:KEY=VALUE" for the one of that name.
+    """Return the simulated engines by display name. A setting "KEY=VALUE" applies to all of them, "ENGINE:KEY=VALUE" to the named one.
 
     Raises `ConfigError`, which names the engine.
     """
@@ -114,9 +114,9 @@ def open_engines(sources: Sequence[str], settings: Sequence[str], *, step_time: 
 def open_engine(
     source: str, settings: Sequence[str] = (), *, step_time: str | None = None, real: bool = False, origin: str = "--set"
 ) -> EngineConfig:
-    """Return the engine's config with `--set`s on top, and the simulated executor unless it names that itself, or is `real`.
+    """Return the engine's config with `--set`s applied, and the simulated executor unless the config names it already, or `real` is set.
 
-    Raises `ConfigError`, with `origin` for what is wrong in a `--set`.
+    Raises `ConfigError`, with `origin` for errors in a `--set`.
     """
     from dovetail import EngineConfig
     from dovetail_lab.simulate import SIMULATED
@@ -125,7 +125,7 @@ def open_engine(
     own = EngineConfig.load_with(source, {key: value for key, value in overrides.items() if not key.startswith("executor")}, origin)
     if real:
         if own.executor.name in SIMULATED or step_time is not None:
-            raise ConfigError("--real runs on the executor that engine.yaml names: it must be another one than simulated, without --step-time")
+            raise ConfigError("--real uses the executor in engine.yaml, which must not be simulated, and excludes --step-time")
         return EngineConfig.load_with(source, overrides, origin)
     replaced = {} if own.executor.name in SIMULATED else {"executor": "dovetail:simulated"}
     timed = {} if step_time is None else {"executor.step_time": step_time}

@@ -1,4 +1,4 @@
-"""`dovetail lab`: its commands by name, each imported when it is called."""
+"""`dovetail lab`: commands by name, each imported when called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "run": ("dovetail_lab.run_command:run", "Replay a trace through an engine and print latencies and throughput"),
         "compare": ("dovetail_lab.compare_command:compare", "Compare engines on the same requests, with confidence intervals"),
         "sweep": ("dovetail_lab.sweep_command:sweep", "Run every combination of settings and arrival rates"),
-        "capacity": ("dovetail_lab.capacity_command:capacity", "The highest rate of arrivals that meets objectives"),
+        "capacity": ("dovetail_lab.capacity_command:capacity", "Find the highest arrival rate that meets objectives"),
         "calibrate": ("dovetail_lab.calibrate_command:calibrate", "Measure the step times of this machine's engine for simulations"),
         "report": ("dovetail_lab.report_command:report", "Render a report of saved runs: figures, tables, settings"),
     }
@@ -53,4 +53,4 @@ app = typer.Typer(cls=LabGroup, no_args_is_help=True, add_completion=False, rich
 
 @app.callback()
 def lab() -> None:
-    """Research a scheduling policy on a laptop, believe it on a GPU."""
+    """Develop a scheduling policy on a laptop, validate it on a GPU."""

@@ -1,15 +1,16 @@
-"""The observer `decision_log`: who ran, who waited and why, as a file that Perfetto (ui.perfetto.dev) opens. On the real engine as in simulation.
+"""Observer `decision_log`: which requests ran, which waited and why, as a file for Perfetto (ui.perfetto.dev). Works on the real engine and in
+simulation.
 
-    engine     device     | prefill | decode | prefill+decode | ...      a slice a step; its arguments name refusals, preemptions, notes
+    engine     device     | prefill | decode | prefill+decode | ...      a slice per step; its arguments name refusals, preemptions, notes
                counters   running, waiting; KV blocks held, cached, free; tokens of a step
     requests   lane 000   | request 17                    | request 31 ...
-                          | waiting: MEMORY | prefill | decode |         the same request below: what it was doing, and why it waited
+                          | waiting: MEMORY | prefill | decode |         phases of the request above, and why it waited
                lane 001   ...
 
-The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with one event a line: complete events (ph X), instants
-(i), counters (C) and names (M). Slices of one lane nest, as Perfetto wants it: a lane holds one request at a time. Times are whole microseconds of
-the engine's clock. Nothing of the machine's own time is in it, so a simulated run gives the same bytes each time. Half a surrogate pair in a name,
-which neither UTF-8 nor Perfetto's JSON has, is written as "?".
+The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with one event per line: complete events (ph X), instants
+(i), counters (C) and names (M). Slices of a lane must nest in Perfetto, so a lane holds one request at a time. Times are whole microseconds of the
+engine's clock, never of wall time, so that a simulated run gives the same bytes each time. An unpaired surrogate in a name, which neither UTF-8 nor
+Perfetto's JSON supports, is written as "?".
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from dovetail.request import Request
 ENGINE, REQUESTS = 1, 2  # "processes" of the trace
 DEVICE = 1  # the engine's only "thread"
 
-LATEST_US = float(2**53)  # whole numbers up to here are exact in any JSON: 285 years
+LATEST_US = float(2**53)  # integers up to here are exact in any JSON: 285 years
 
 NOT_YET = "arrived while a step was being computed"
-NOT_ASKED = "the policy didn't ask for it"
+NOT_ASKED = "the policy didn't request a grant"
 
 
 class DecisionLogOptions(BaseModel):
@@ -53,8 +54,8 @@ class DecisionLogOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(default="decisions.json", min_length=1, description="The file to write, anew each time.")
-    listed: int = Field(default=20, ge=0, description="Requests that a step's slice names under each heading; the rest is counted.")
+    path: str = Field(default="decisions.json", min_length=1, description="File to write; overwritten by each run.")
+    listed: int = Field(default=20, ge=0, description="Maximum number of requests listed per heading in a step's slice; the rest are counted.")
 
 
 @dataclass(slots=True)
@@ -72,20 +73,20 @@ class Phase:
 
 @dataclass(slots=True)
 class Life:
-    """A request on its lane, with its phases since its arrival."""
+    """A request on its lane, with its phases since arrival."""
 
     request: Request
     lane: int
     begin_us: int
-    known_from: float  # the planning that first showed it
+    known_from: float  # time of the planning that first showed it
     phases: list[Phase]
     prefilling: bool = True
-    generated: int = 0  # tokens when it was last seen
+    generated: int = 0  # tokens when last seen
     end_us: int | None = None
     result: str = "unfinished"
 
     def turn(self, name: str, why: str, at_us: int) -> None:
-        """Begin another phase at `at_us`, or the same one for another reason."""
+        """Start a new phase at `at_us`, or the same one for another reason."""
         now = self.phases[-1]
         if (now.name, now.why) != (name, why):
             self.phases.append(Phase(name, why, max(at_us, now.begin_us)))
@@ -93,9 +94,9 @@ class Life:
 
 @dataclass(slots=True)
 class Lanes:
-    """The lanes that requests are drawn in; each gets the first that was free when it arrived."""
+    """Lanes that requests are drawn in; each request gets the first that is free when it arrives."""
 
-    free_since: list[int] = field(default_factory=list)  # microseconds, a lane; -1: taken
+    free_since: list[int] = field(default_factory=list)  # in microseconds, by lane; -1: occupied
 
     def take(self, begin_us: int) -> int:
         for lane, since in enumerate(self.free_since):
@@ -110,13 +111,13 @@ class Lanes:
 
 
 class DecisionLog(Observer):
-    """The observer. It writes whole events after each step: the file of a killed engine lacks its end, which the format allows."""
+    """Writes whole events after each step: the file of a killed engine lacks only the closing bracket, which the format allows."""
 
     capabilities = ObserverCapabilities(decisions=True)
     options: DecisionLogOptions
 
     def __init__(self, options: DecisionLogOptions, context: ObserverContext) -> None:
-        """Make the observer. Raises `ConfigError` if the file can't be in that directory."""
+        """Create the observer. Raises `ConfigError` if the file can't be in that directory."""
         super().__init__(options, context)
         self._path = Path(options.path)
         try:
@@ -124,12 +125,12 @@ class DecisionLog(Observer):
         except OSError:  # a name that is too long
             possible = False
         if not possible:
-            raise self._no_file("is no file in a directory that exists")
+            raise self._no_file("is not a file in an existing directory")
         self._file: TextIO | None = None
         self._zero = 0.0
         self._lanes = Lanes()
         self._lives: dict[Request, Life] = {}
-        self._over: list[Life] = []  # finished requests whose last step's results aren't in
+        self._over: list[Life] = []  # finished requests with a step still in flight
 
     def on_started(self, event: EngineStarted) -> None:
         """Open the file. Raises `ConfigError` if that fails."""
@@ -203,7 +204,7 @@ class DecisionLog(Observer):
         elif act == "preempted":
             life.turn("preempted", "", at)
             life.prefilling = True
-        elif act != "rejected" and (act or request.output_left > 0):  # one whose last token is in flight is past asking
+        elif act != "rejected" and (act or request.output_left > 0):  # requests with their last token in flight need no grant
             waits = life.phases[-1].name
             life.turn("paused" if waits in ("prefill", "decode") else waits, why, at)
         if request.generated > life.generated:
@@ -231,7 +232,7 @@ class DecisionLog(Observer):
         ]
 
     def _headings(self, decisions: Sequence[Decision]) -> dict[str, Any]:
-        """Return, for each act, the requests with their tokens or the reason. Grants of one token are left out, as there are too many decodes."""
+        """Return, for each act, the requests with their tokens or the reason. Grants of one token are omitted: there are too many decodes."""
         listed: dict[str, dict[str, Any]] = {}
         for decision in decisions:
             if decision.act != "granted" or decision.tokens > 1:
@@ -264,7 +265,7 @@ class DecisionLog(Observer):
 
 
 def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
-    """Return each request's outcome in a step: the last decision on it, but a refusal only if there is no other (grants may be asked for twice)."""
+    """Return each request's outcome in a step: the last decision on it, but a refusal only if there is no other (grants may be retried)."""
     fates: dict[Request, Decision] = {}
     for decision in decisions:
         if decision.act != "noted" and (decision.act != "refused" or decision.request not in fates):
@@ -273,7 +274,7 @@ def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
 
 
 def _slices(life: Life, end_us: int) -> list[dict[str, Any]]:
-    """Return the slice of the request, and then those of its phases: of slices that begin together the outer must come first."""
+    """Return the slice of the request, then those of its phases: of slices that start together the outer must come first."""
     request = life.request
     args = {
         "client": request.client,

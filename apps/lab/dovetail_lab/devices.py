@@ -1,4 +1,4 @@
-"""Data sheets of GPUs: what a roofline model takes a device to be."""
+"""Data sheets of GPUs, for the roofline model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dovetail_lab.step_time import Described
 
 
 class DataSheet(Described):
-    """The data sheet of one device."""
+    """Data sheet of one device."""
 
-    memory_bytes: float = Field(gt=0, allow_inf_nan=False, description="Bytes of its memory.")
-    bytes_per_s: float = Field(gt=0, allow_inf_nan=False, description="Bandwidth of its memory.")
-    flops: float = Field(gt=0, allow_inf_nan=False, description="Operations a second in 16 bits on matrix units, dense, sums in 32 bits.")
-    link_bytes_per_s: float = Field(32e9, gt=0, allow_inf_nan=False, description="Bandwidth to the other devices, in one direction: NVLink, or PCIe.")
+    memory_bytes: float = Field(gt=0, allow_inf_nan=False, description="Memory size in bytes.")
+    bytes_per_s: float = Field(gt=0, allow_inf_nan=False, description="Memory bandwidth in bytes per second.")
+    flops: float = Field(gt=0, allow_inf_nan=False, description="Dense 16-bit operations per second on matrix units, with 32-bit accumulation.")
+    link_bytes_per_s: float = Field(32e9, gt=0, allow_inf_nan=False, description="Bytes per second to other devices, per direction: NVLink or PCIe.")
 
 
-DATA_SHEETS: Mapping[str, DataSheet] = {  # by NVIDIA, dense rates; of the A10G, which AWS alone has, by AWS
+DATA_SHEETS: Mapping[str, DataSheet] = {  # dense rates by NVIDIA; of the A10G, which only AWS has, by AWS
     "a10g": DataSheet(memory_bytes=24e9, bytes_per_s=600e9, flops=70e12, link_bytes_per_s=32e9),
     "a100-40gb": DataSheet(memory_bytes=40e9, bytes_per_s=1555e9, flops=312e12, link_bytes_per_s=300e9),
     "a100-80gb": DataSheet(memory_bytes=80e9, bytes_per_s=2039e9, flops=312e12, link_bytes_per_s=300e9),

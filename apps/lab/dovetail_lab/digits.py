@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 
 MISSING = "–"
-_LEAST, _MOST = 3, 5  # digits that matter: of the smallest number, and of the largest
+_LEAST, _MOST = 3, 5  # significant digits: of the smallest number, and of the largest
 
 
 def evenly(values: Sequence[float]) -> list[str]:
-    """Return the numbers with the same decimals: so many that the smallest has three digits that matter, unless the largest would have more than
-    five. A dash for NaN; infinity as "∞"."""
+    """Format numbers with equally many decimals: the smallest has three significant digits, unless the largest would have more than five. A dash for
+    NaN; infinity as "∞"."""
     sizes = [math.floor(math.log10(abs(value))) for value in values if math.isfinite(value) and value]
     decimals = max(0, min(_LEAST - 1 - min(sizes), _MOST - 1 - max(sizes))) if sizes else 0
     return [MISSING if math.isnan(value) else f"{value:,.{decimals}f}" if math.isfinite(value) else "∞" for value in values]
 
 
 def significant(value: float) -> str:
-    """Return a number with four digits that matter, for columns that span many sizes."""
+    """Return a number with four significant digits, for columns that span orders of magnitude."""
     return f"{value:#.4g}".removesuffix(".")
 
 

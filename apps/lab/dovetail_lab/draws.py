@@ -1,5 +1,5 @@
-"""Random draws that tell how certain a comparison is: for both policies alike, whole runs where there are enough independent ones
-(`SeedDraws`), else stretches of time (`BlockDraws`). Requests of one run share queues, batches and the KV pool, so none is ever drawn alone.
+"""Bootstrap resampling for comparisons, the same draws for both policies: whole runs if there are enough independent ones (`SeedDraws`), otherwise
+blocks of consecutive requests (`BlockDraws`). Requests of one run share queues, batches and the KV pool, so none is drawn separately.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy.typing as npt
 from dovetail_lab.pairs import Floats, Pairs, Statistic
 from dovetail_lab.ranked import Ranked
 
-MIN_SEEDS = 5  # below this, drawing among so few runs says nothing
-_ROUNDING = 1e-9  # a logarithm below this comes of rounding
-_CELLS = 200_000  # weights made at once: what fits a processor's cache
+MIN_SEEDS = 5  # with fewer runs, resampling them is meaningless
+_ROUNDING = 1e-9  # logarithms below this are rounding errors
+_CELLS = 200_000  # weights generated at once, to fit a processor's cache
 
 
 class Draws(Protocol):
@@ -25,15 +25,15 @@ class Draws(Protocol):
 
     @property
     def units(self) -> int:
-        """Independent things that are drawn among; the fewer, the wider the interval."""
+        """Number of independent units to draw from; the fewer, the wider the interval."""
 
     def logs(self, runs: Sequence[Pairs], statistics: Sequence[Statistic]) -> Floats:
-        """log(b / a) of each statistic in each resample: [statistics, resamples]."""
+        """Return log(b / a) of each statistic in each resample: [statistics, resamples]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeedDraws:
-    """Whole runs, each an independent replication, drawn with replacement."""
+    """Resamples whole runs, which are independent replications, with replacement."""
 
     seeds: int
     resamples: int
@@ -47,15 +47,15 @@ class SeedDraws:
         return np.stack([self.of_scalars(*per_run(runs, statistic)) for statistic in statistics])
 
     def of_scalars(self, a: Floats, b: Floats) -> Floats:
-        """Resample metrics with one number a run: a[run], b[run]."""
+        """Resample metrics with one number per run: a[run], b[run]."""
         drawn = np.random.default_rng(self.seed).integers(0, self.seeds, (self.resamples, self.seeds))
         return log_ratio(a[drawn].mean(axis=1), b[drawn].mean(axis=1))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDraws:
-    """Stretches of `length` requests that follow each other, drawn with replacement from each run, the run taken as a circle (Politis and Romano
-    1992, "A circular block-resampling procedure for stationary data"). `same_traffic`: the runs hold the same requests, so one draw serves all."""
+    """Resamples blocks of `length` consecutive requests with replacement from each run, treated as a circle (Politis and Romano 1992, "A circular
+    block-resampling procedure for stationary data"). `same_traffic`: the runs hold the same requests, so one draw serves all."""
 
     length: int
     requests: int  # in a run
@@ -80,7 +80,7 @@ class BlockDraws:
         return log_ratio(total[0], total[1])
 
     def _weights(self, requests: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int32]]:
-        """Yield how often each request of a run was drawn, some resamples at a time."""
+        """Yield the number of times that each request of a run was drawn, some resamples at a time."""
         length = max(1, min(self.length, requests))
         blocks = math.ceil(requests / length)
         at_once = max(1, _CELLS // max(1, requests))
@@ -101,7 +101,7 @@ def per_run(runs: Sequence[Pairs], statistic: Statistic) -> tuple[Floats, Floats
 
 
 def log_ratio(a: Floats, b: Floats) -> Floats:
-    """Return log(b / a): 0 if both are equal up to the rounding of sums, also both 0; not finite if only one is 0."""
+    """Return log(b / a): 0 if both are equal up to rounding, or both 0; not finite if only one is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(a == b, 0.0, np.log(b) - np.log(a))
     return np.where(np.abs(logs) < _ROUNDING, 0.0, logs)

@@ -20,7 +20,7 @@ Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Number of runs
 Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", help="Number of processes; doesn't affect results.  [default: one per core]")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write the results.")]
 
-_OF_NO_CONSEQUENCE = ("--out", "--jobs")  # options that change no result
+_OF_NO_CONSEQUENCE = ("--out", "--jobs")  # options that don't affect results
 
 
 def need(*packages: str) -> None:
@@ -31,14 +31,14 @@ def need(*packages: str) -> None:
 
 
 def seeds_from(first: int, count: int) -> range:
-    """Return `count` seeds from `first` on. Raises `ConfigError` for less than one."""
+    """Return `count` seeds from `first` on. Raises `ConfigError` if `count` is less than 1."""
     if count < 1:
         raise ConfigError(f"--seeds: expected 1 or more, got {count}")
     return range(first, first + count)
 
 
 def cores(jobs: int | None) -> int:
-    """Return how many processes to use. Raises `ConfigError` for less than one."""
+    """Return the number of processes. Raises `ConfigError` if it is less than 1."""
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
     return jobs or os.cpu_count() or 1
@@ -52,7 +52,7 @@ def wide_console() -> Console:
 
 
 def shown_command() -> str:
-    """Return this process's command line for a report, without options that change no result, so that the same results give the same report."""
+    """Return this process's command line for a report, without options that don't affect results, so that equal results give equal reports."""
     kept, arguments = [], iter(sys.argv[1:])
     for argument in arguments:
         if argument in _OF_NO_CONSEQUENCE:

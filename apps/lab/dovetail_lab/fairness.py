@@ -1,4 +1,4 @@
-"""Service of each client over time, and how unequal it is: the measures of Sheng et al., Fairness in Serving Large Language Models (OSDI '24,
+"""Service of each client over time, and its inequality: the measures of Sheng et al., Fairness in Serving Large Language Models (OSDI '24,
 arXiv:2401.00588), as the paper's artifact computes them."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dovetail_lab.records import RunResult
 Floats = NDArray[np.float64]
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0  # weights of a prompt token and a generated one
-SHORTEST_S = 1e-5  # for a request whose tokens came in less, the time of its service isn't known
+SHORTEST_S = 1e-5  # the time of service is unknown for requests whose tokens arrived in less
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """The service that a request asked for, and when it got it: spread evenly from its first token to its last."""
+    """Service that a request demanded, and when it was received: spread evenly from its first token to its last."""
 
     client: str | None
     arrival_s: float
@@ -45,16 +45,16 @@ def work_of(result: RunResult) -> list[Work]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServiceOverTime:
-    """Service a second of each client (rows) in windows around `centres_s` (columns)."""
+    """Service per second of each client (rows) in windows around `centres_s` (columns)."""
 
     clients: tuple[str | None, ...]
     centres_s: Floats  # [windows]
-    served: Floats  # [clients, windows] service that they got
+    served: Floats  # [clients, windows] service received
     asked: Floats  # [clients, windows] service of the requests that arrived in the window
 
 
 def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) -> ServiceOverTime:
-    """Return the service that each client asked for and got in windows of `window_s` around `centres_s` [windows]."""
+    """Return the service that each client demanded and received in windows of `window_s` around `centres_s` [windows]."""
     clients = tuple(sorted({one.client for one in work}, key=lambda client: (client is None, client or "")))
     served, asked = np.zeros((len(clients), len(centres_s))), np.zeros((len(clients), len(centres_s)))
     low, high = centres_s - window_s / 2, centres_s + window_s / 2
@@ -70,12 +70,12 @@ def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) 
 
 
 def service_difference(service: ServiceOverTime) -> Floats:
-    """Return for each window [windows] the sum over clients of how far each stays behind the client that got most, but no more than the difference
-    between what it asked for and got. A client that asks for nothing adds nothing."""
+    """Return for each window [windows] the sum over clients of the difference to the most-served client, capped at the difference between the
+    client's demand and its service. A client without demand adds nothing."""
     behind = service.served.max(axis=0, initial=0.0) - service.served
     return np.asarray(np.minimum(behind, np.abs(service.asked - service.served)).sum(axis=0), np.float64)
 
 
 def arena_centres(duration_s: float = 600.0, windows: int = 20, warmup_s: float = 30.0) -> Floats:
-    """Return the centres of the artifact's windows over its trace of ten minutes: 19 of them, none in the first half minute."""
+    """Return the centres of the artifact's windows over its ten-minute trace: 19 windows, none in the first half minute."""
     return np.asarray(warmup_s + (duration_s - warmup_s) / windows * np.arange(1, windows), np.float64)

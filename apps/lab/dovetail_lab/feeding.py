@@ -1,4 +1,4 @@
-"""`Feeder`: it gives a trace's requests to an engine when they are due, and tells the simulated executor alone how each will be answered."""
+"""`Feeder`: adds a trace's requests to an engine when they are due; only the simulated executor learns their answers."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
 
-AHEAD_S = 1.0  # requests are made this long before they are due, one between two steps, so that no step waits for many
+AHEAD_S = 1.0  # requests are created this long before they are due, one per step, so that no step waits for many
 
 
 class Feeder:
-    """A source of requests. It makes them late, since millions of prompt ids at once would fill the memory, but never too late: the engine always has
-    all that have arrived, and the next one, so that it knows how long it may sleep."""
+    """Source of requests. Creates them late, since millions of prompt ids would fill the memory, but in time: the engine always has all requests that
+    have arrived, and the next one, so that it knows how long it may sleep."""
 
     def __init__(
         self, engine: LLMEngine, simulated: SimulatedExecutor | None, trace: Trace, start: float, refused: Callable[[TraceRequest, str], None]
     ):
-        """Make a feeder. The trace begins at `start` on the engine's clock; `refused` is called with each request that the engine refuses and why."""
+        """Create a feeder. The trace starts at `start` on the engine's clock; `refused(request, reason)` is called for each rejected request."""
         self._engine, self._simulated, self._start, self._refused = engine, simulated, start, refused
-        self._constraints: list[Constraint] = []  # of the request that is being added
+        self._constraints: list[Constraint] = []  # of the request being added
         if simulated is not None:
             engine.constraints_of = lambda params: self._constraints
         self._coming: Iterator[TraceRequest] = iter(trace)
         self._next = next(self._coming, None)
         self._known_until = -math.inf  # the engine has every request up to this time
-        self.taken = 0  # requests that the engine took
-        self._entered = 0  # those for which its host's time has passed
-        self.cut = 0  # requests whose answer is longer than the engine has room for
+        self.taken = 0  # number of requests accepted by the engine
+        self._entered = 0  # number of requests charged to the host's time
+        self.cut = 0  # number of requests with answers longer than the engine supports
 
     def feed(self, now: float) -> None:
-        """Give the engine all requests due by `now`, on its clock, and the next one, unless `limits.max_waiting` are unfinished: whether it is
-        refused is only known when it arrives."""
+        """Add all requests due by `now`, on the engine's clock, and the next one, unless `limits.max_waiting` are unfinished: then the next may be
+        rejected, which is only known when it arrives."""
         if now + AHEAD_S < self._known_until:
             return
-        soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace begins there is time to make many
+        soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace starts there is time to create many
         while (request := self._next) is not None:
             arrival = self._start + request.arrival_time
             if arrival > now and self._is_full:
@@ -58,11 +58,11 @@ class Feeder:
 
     @property
     def done(self) -> bool:
-        """True once all requests were added."""
+        """True once all requests have been added."""
         return self._known_until == math.inf
 
     def take(self, request: TraceRequest, arrival: float) -> bool:
-        """Add a request to the engine, which arrives at `arrival` on its clock. Returns False if it was refused."""
+        """Add a request that arrives at `arrival` on the engine's clock. Returns False if it was rejected."""
         capacity = self._engine.capacity
         if self._simulated is not None:
             self._simulated.expect(request.id, _answer(request, capacity.vocab_size))
@@ -90,7 +90,7 @@ class Feeder:
         return True
 
     def forget(self, ended: Iterable[Request]) -> None:
-        """Drop what the engine and the simulated executor keep of requests that have ended. The engine doesn't notice by itself, since its core is
+        """Drop the state that the engine and the simulated executor keep of finished requests. The engine doesn't do that itself, since its core is
         stepped directly: it would count them as unfinished, and hold their prompts in memory."""
         ids = [request.id for request in ended]
         self._engine.abort_request(ids)
@@ -104,15 +104,16 @@ class Feeder:
         return most is not None and self._engine.get_num_unfinished_requests() >= most
 
     def let_in(self) -> None:
-        """Let the time pass that the simulated engine's host takes for a request: one before each step, as a real engine takes them in one by one."""
+        """Advance the clock by the host's time for a request: one before each step, as a real engine accepts them one by one."""
         if self._simulated is not None and self._entered < self.taken:
             self._entered = self._entered + 1 if self._simulated.take_in() else self.taken
 
     def _params(self, request: TraceRequest) -> SamplingParams:
-        """Return its parameters. The answer is streamed, since each token's time is measured: policies may treat streamed requests differently."""
+        """Return the request's parameters. The answer is streamed, since each token's time is measured and policies may treat streamed requests
+        differently."""
         stop = (STOP_ID,) if self._simulated is not None else ()
         params = SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA, stop_token_ids=stop)
-        return changed_unchecked(params, structured=RULE) if request.grammar else params  # a rule would need the EOS, which no made-up answer has
+        return changed_unchecked(params, structured=RULE) if request.grammar else params  # real grammars would need EOS, which synthetic answers lack
 
 
 def _constraint(simulated: SimulatedExecutor, request: TraceRequest, arrival: float) -> Constraint:
@@ -120,7 +121,7 @@ def _constraint(simulated: SimulatedExecutor, request: TraceRequest, arrival: fl
 
 
 def _answer(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:
-    """Return its true answer, with the stop token at the end if its limit would let it go on."""
+    """Return the request's true answer, followed by the stop token if it is shorter than the limit."""
     answer = output_ids(request, vocab_size)
     if request.limit > request.output_tokens:
         answer[-1] = STOP_ID

@@ -1,4 +1,5 @@
-"""Coefficients from measured steps: non-negative least squares of relative errors, so that a decode of 10 ms counts as much as a prefill of 1 s."""
+"""Fits coefficients to measured steps: non-negative least squares of relative errors, so that a decode of 10 ms counts as much as a prefill of 1
+s."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The total time of consecutive steps: of a single step, or of a hundred decodes timed together."""
+    """Total time of consecutive steps: a single step, or a hundred decodes timed together."""
 
     shapes: tuple[StepShape, ...]
     seconds: float
 
 
 def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS) -> LinearStepTime:
-    """Fit the model with the smallest sum of squared relative errors; terms not among `terms` are 0, none is negative.
+    """Fit the model with the smallest sum of squared relative errors; terms not in `terms` are 0, none is negative.
 
-    Raises `ConfigError` for fewer measurements than terms, or a duration that is none.
+    Raises `ConfigError` for fewer measurements than terms, or an invalid duration.
     """
     chosen = [TERMS.index(term) for term in terms]
     matrix = np.stack([_linear(one.shapes)[chosen] for one in measurements])
@@ -35,7 +36,7 @@ def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS
 
 
 def fit_piecewise(measurements: Sequence[Measurement], knots: Sequence[int], terms: Sequence[str] = TERMS[2:]) -> PiecewiseStepTime:
-    """Fit as `fit_linear` does, with the share of the batch's size interpolated between `knots`: 2 or more rising numbers of tokens."""
+    """Like `fit_linear`, with the contribution of the batch's size interpolated between `knots`: at least 2 ascending numbers of tokens."""
     chosen = [TERMS.index(term) for term in terms]
     hats = [knot_weights([shape.tokens for shape in one.shapes], knots).sum(axis=0) for one in measurements]
     matrix = np.stack([np.concatenate([own, _linear(one.shapes)[chosen]]) for own, one in zip(hats, measurements, strict=True)])
@@ -45,13 +46,13 @@ def fit_piecewise(measurements: Sequence[Measurement], knots: Sequence[int], ter
 
 
 def _linear(shapes: Sequence[StepShape]) -> Floats:
-    """Return the factor of each of `TERMS` [terms], summed over the steps."""
+    """Return the multiplier of each of `TERMS` [terms], summed over the steps."""
     rows = [(1, shape.tokens, shape.context_tokens, shape.prefill_pairs, shape.rows) for shape in shapes]
     return np.asarray(np.array(rows, np.float64).sum(axis=0))
 
 
 def knot_weights(tokens: Sequence[int] | Floats, knots: Sequence[int]) -> Floats:
-    """Return the weight of each knot in the linear interpolation at each of `tokens` [tokens, knots]; beyond the knots it goes on as a line."""
+    """Return the weight of each knot in the linear interpolation at each of `tokens` [tokens, knots], with linear extrapolation beyond the knots."""
     at_tokens = np.array(tokens, np.float64)
     at = np.clip(np.searchsorted(knots, at_tokens), 1, len(knots) - 1)
     low, high = np.array(knots, np.float64)[at - 1], np.array(knots, np.float64)[at]
@@ -67,16 +68,16 @@ def _seconds(measurements: Sequence[Measurement]) -> Floats:
 
 
 def fitted_weights(matrix: Floats, seconds: Floats, importance: Floats | None = None) -> list[float]:
-    """Return non-negative weights [columns] of `matrix` [measurements, columns] that make the relative errors over `seconds` [measurements] smallest;
-    each error counts `importance` times [measurements], or once.
+    """Return non-negative weights [columns] of `matrix` [measurements, columns] that minimize the relative errors over `seconds` [measurements];
+    `importance` [measurements]: weight of each squared error, 1 by default.
 
-    Raises `ConfigError` for fewer measurements than columns, or a duration that is none.
+    Raises `ConfigError` for fewer measurements than columns, or an invalid duration.
     """
     count, columns = matrix.shape
     if count < columns:
-        raise ConfigError(f"{count} measurements can't tell {columns} coefficients apart")
+        raise ConfigError(f"{count} measurements can't determine {columns} coefficients")
     if not (np.isfinite(seconds) & (seconds > 0)).all():
-        raise ConfigError("a measured step must take more than 0 seconds, and not for ever")
+        raise ConfigError("measured step times must be positive and finite")
     target = np.ones(count) if importance is None else importance
     relative = matrix * (target / seconds)[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)  # scale columns to one size: context counts in millions
@@ -84,8 +85,8 @@ def fitted_weights(matrix: Floats, seconds: Floats, importance: Floats | None = 
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """Return x >= 0 [columns] that minimises |matrix x - target|. Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: columns
-    enter one by one, the one that helps most first, and leave when their weight would turn negative."""
+    """Return x >= 0 [columns] that minimizes |matrix x - target|. Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: columns
+    enter one by one, most helpful first, and leave when their weight would become negative."""
     columns = matrix.shape[1]
     x, passive = np.zeros(columns), np.zeros(columns, np.bool_)
     tolerance = 10 * np.finfo(np.float64).eps * float(np.abs(matrix).sum(axis=0).max(initial=0.0)) * max(matrix.shape)

@@ -1,7 +1,7 @@
-"""Stand-ins for grammars in a simulation: one allows every token, and is compiled when a virtual clock says so.
+"""Stand-ins for grammars in a simulation: they allow every token, and are compiled after a delay on the virtual clock.
 
-The feeder gives them to the engine's own `Constraint`, which holds the request back, has masks filled and shows them each token. What that takes is
-the simulated executor's to say.
+The feeder passes them to the engine's own `Constraint`, which holds the request back, has masks filled and passes each token to them. The simulated
+executor accounts for the time of this.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dovetail_lab.traces.request import stream_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RULE = Structured(regex="(?s).*")  # what policies see in `params.structured` of a request with a grammar
+RULE = Structured(regex="(?s).*")  # `params.structured` of requests with a grammar, as policies see it
 
 
 class SimulatedGrammars:
     """Factory of an engine's stand-in grammars."""
 
     def __init__(self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int) -> None:
-        """Make it. Compiling takes `median_s` x exp(`sigma` z), z normal: drawn for each request by the seed and its id."""
+        """Compiling takes `median_s` x exp(`sigma` z), z standard normal, drawn for each request from the seed and its id."""
         self._clock, self._median_s, self._sigma, self._seed = clock, median_s, sigma, seed
         self.backend = FreeBackend(NoOptions(), GrammarContext((), frozenset(), vocab_size))
 
     def compile(self, request_id: str, arrival: float) -> Future[Grammar]:
-        """Return the grammar to come of a request, which begins to be compiled when the request arrives."""
+        """Return the future grammar of a request; compilation starts when the request arrives."""
         share = (stream_of("compiling", self._seed, request_id) + 0.5) / 2**64
         drawn = self._median_s * math.exp(self._sigma * NormalDist().inv_cdf(min(share, 1 - 2**-53)))
-        seconds = round(drawn, 6)  # libraries of mathematics differ in the last bits, results mustn't
+        seconds = round(drawn, 6)  # math libraries differ in the last bits, results mustn't
         return _Compiling(self._clock, arrival + seconds, FreeGrammar(self.backend))
 
 

@@ -1,6 +1,6 @@
-"""Latencies and throughput from a run's records, as defined by vLLM's `bench serve`, with arrival as the start of every latency.
+"""Latencies and throughput from a run's records, as defined by vLLM's `bench serve`, with all latencies measured from arrival.
 
-`docs/lab/metrics.md` has each formula. Only completed requests have latencies; one that was rejected, failed or aborted counts as a miss of any
+`docs/lab/metrics.md` has the formulas. Only completed requests have latencies; a request that was rejected, failed or aborted misses every
 objective.
 """
 
@@ -82,14 +82,14 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objectives of one request, in seconds; None: any time will do."""
+    """Service-level objectives of one request, in seconds; None: no objective."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Return True if a request meets all objectives. With one token its TPOT counts as 0. One that didn't complete meets none."""
+        """Return True if a request meets all objectives. With one token its TPOT counts as 0. Incomplete requests meet none."""
         if not record.completed:
             return False
         tpot = tpot_s(record) if record.output_tokens > 1 else 0.0
@@ -99,28 +99,28 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """The metrics of a run. Rates are per second of `duration_s`, but for goodput."""
+    """Metrics of a run. Rates are per second of `duration_s`, except goodput."""
 
     requests: int
     completed: int
     rejected: int
     failed: int  # "error" or "abort"
-    duration_s: float  # of the window, or from the first arrival until the last token has come and the last request has arrived
-    offered_s: float  # of the window, or from the first arrival to the last: the same under every policy
+    duration_s: float  # of the window, or from the first arrival to the last token or arrival
+    offered_s: float  # of the window, or from the first to the last arrival: the same under every policy
     prompt_tokens: int  # of completed requests
     output_tokens: int
     request_rate: float
     output_rate: float  # tokens
     total_rate: float  # tokens, prompt and output
-    good_requests: int | None  # requests that met the objectives; None: there are no objectives
+    good_requests: int | None  # requests that met the objectives; None: no objectives
     latencies: Mapping[str, Summary]  # seconds: ttft, tpot, itl, e2e, queue
     cached_tokens: int  # prompt tokens found in the prefix cache, by completed requests
     preemptions: int
     recomputed_tokens: int
     device_share: float  # share of the duration in which the device was busy
-    grammars: int  # requests that had one
-    masks_s: float  # by which grammars delayed steps
-    masks_share: float  # of the duration
+    grammars: int  # number of requests with a grammar
+    masks_s: float  # delay of steps by grammars
+    masks_share: float  # `masks_s` as a share of the duration
 
     @property
     def goodput(self) -> float | None:
@@ -129,13 +129,13 @@ class RunMetrics:
 
     @property
     def attainment(self) -> float | None:
-        """Share of all requests, the rejected and failed included, that met their objectives."""
+        """Share of all requests, including rejected and failed ones, that met their objectives."""
         return None if self.good_requests is None else self.good_requests / max(self.requests, 1)
 
 
 def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
-    """Return all metrics of one run. With a window, requests count if they arrive in it, and rates and shares cover what is delivered in it,
-    whichever request it belongs to."""
+    """Return all metrics of one run. With a window, requests count if they arrive in it, while rates and shares cover everything delivered in it, for
+    any request."""
     begin, end = result.window or (-np.inf, np.inf)
     records = list(result)
     done = [record for record in records if record.completed]

@@ -1,5 +1,5 @@
-"""`ModelSizes`: the numbers of a transformer's config.json that decide how much a step reads and computes. The roofline model and estimates of the KV
-pool are made of them."""
+"""`ModelSizes`: the numbers of a transformer's config.json that determine how much a step reads and computes, for the roofline model and estimates
+of the KV pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.errors import ConfigError, ModelLoadError
 from dovetail.json_files import read_json_object
 from dovetail_lab.step_time import share_touched
 
-NAMES: Mapping[str, tuple[str, ...]] = {  # what families call the same number
+NAMES: Mapping[str, tuple[str, ...]] = {  # names of the same number by model family
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embed", "n_embd"),
     "heads": ("num_attention_heads", "n_head"),
@@ -25,22 +25,22 @@ NAMES: Mapping[str, tuple[str, ...]] = {  # what families call the same number
     "expert_mlp": ("moe_intermediate_size",),
     "shared_mlp": ("shared_expert_intermediate_size",),
 }
-UNGATED = ("opt", "bloom", "gpt2", "gpt_neox", "phi")  # model types whose MLP has two matrices, not three
-REFUSED: Mapping[str, str] = {  # a key that isn't nothing -> what it stands for
+UNGATED = ("opt", "bloom", "gpt2", "gpt_neox", "phi")  # model types with two matrices in the MLP, not three
+REFUSED: Mapping[str, str] = {  # key, if set -> its meaning
     "kv_lora_rank": "latent attention",
     "ssm_cfg": "state-space layers",
     "mamba_num_heads": "state-space layers",
     "linear_num_key_heads": "linear attention",
-    "first_k_dense_replace": "dense layers before those with experts",
-    "mlp_only_layers": "dense layers among those with experts",
+    "first_k_dense_replace": "dense layers before the layers with experts",
+    "mlp_only_layers": "dense layers among the layers with experts",
     "n_shared_experts": "shared experts counted in multiples of another",
-    "vision_config": "an encoder of images",
+    "vision_config": "an image encoder",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The sizes of a decoder-only transformer with full attention. All layers are alike."""
+    """Sizes of a decoder-only transformer with full attention and identical layers."""
 
     layers: int
     hidden: int
@@ -49,29 +49,29 @@ class ModelSizes:
     head_size: int
     vocab: int
     mlp_matrices: int  # 3 if gated, 2 if not
-    mlp: int  # inner size of what every token runs through: the MLP, or the shared expert; 0: none
-    experts: int = 0  # of a layer; 0: no mixture
+    mlp: int  # inner size of the MLP or shared expert, which all tokens use; 0: none
+    experts: int = 0  # per layer; 0: no mixture of experts
     experts_per_token: int = 0
-    expert_mlp: int = 0  # inner size of one
+    expert_mlp: int = 0  # inner size of an expert
 
     @classmethod
     def of(cls, source: str | Mapping[str, Any]) -> ModelSizes:
-        """Read the sizes from a config.json, the folder that it lies in, or its content.
+        """Read the sizes from a config.json, its folder, or its content.
 
-        Raises `ConfigError` that names the key that is missing, isn't a positive integer, or stands for something that the sizes can't express.
+        Raises `ConfigError` that names a key that is missing, isn't a positive integer, or can't be expressed by these sizes.
         """
         origin, config = ("model", dict(source)) if isinstance(source, Mapping) else _read(source)
         for key, meaning in REFUSED.items():
             if config.get(key):
-                raise ConfigError(f"{origin}: {key} is {config[key]!r}: {meaning} can't be expressed by sizes of equal layers with full attention")
+                raise ConfigError(f"{origin}: {key} is {config[key]!r}: {meaning}: not supported (only identical layers with full attention)")
         if config.get("sliding_window") and config.get("use_sliding_window", True):
-            raise ConfigError(f"{origin}: sliding_window is {config['sliding_window']}: only full attention can be expressed")
+            raise ConfigError(f"{origin}: sliding_window is {config['sliding_window']}: not supported (only full attention)")
 
         def number(name: str, default: int | None = None) -> int:
             key = next((key for key in NAMES[name] if config.get(key) is not None), None)
             value = default if key is None else config[key]
             if not isinstance(value, int) or isinstance(value, bool) or value < (0 if default == 0 else 1):
-                raise ConfigError(f"{origin}: expected {' or '.join(NAMES[name])}: a positive integer, got {value!r}")
+                raise ConfigError(f"{origin}: expected {' or '.join(NAMES[name])} as a positive integer, got {value!r}")
             return value
 
         hidden, heads = number("hidden"), number("heads")
@@ -92,17 +92,17 @@ class ModelSizes:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of one layer's attention: of queries, keys, values and the output."""
+        """Number of weights of one layer's attention: queries, keys, values and output."""
         return self.hidden * self.head_size * 2 * (self.heads + self.kv_heads)
 
     @property
     def dense_weights(self) -> int:
-        """Weights of all layers that every token runs through, the experts' router included."""
+        """Number of weights in all layers that every token uses, including the experts' router."""
         return self.layers * (self.attention_weights + self.mlp_matrices * self.hidden * self.mlp + self.hidden * self.experts)
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one expert, in all layers together."""
+        """Number of weights of one expert, in all layers together."""
         return self.layers * self.mlp_matrices * self.hidden * self.expert_mlp
 
     @property
@@ -111,16 +111,16 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """All weights, with an embedding apart from the head. Norms and biases, some thousandths, are left out."""
+        """Number of all weights, with an embedding separate from the head. Norms and biases, some thousandths, are excluded."""
         return self.dense_weights + self.experts * self.expert_weights + 2 * self.head_weights
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers that a token's K and V take in all layers."""
+        """Number of K and V values of a token, in all layers together."""
         return 2 * self.layers * self.kv_heads * self.head_size
 
     def experts_touched(self, tokens: int) -> float:
-        """Return how many of a layer's E experts a batch is expected to touch if each token chooses k evenly: E (1 - (1 - k/E)^tokens)."""
+        """Return the expected number of a layer's E experts that a batch uses if each token chooses k uniformly: E (1 - (1 - k/E)^tokens)."""
         return self.experts * share_touched(self.experts_per_token / self.experts, tokens) if self.experts else 0.0
 
 

@@ -1,5 +1,4 @@
-"""`Pairs`: one metric of the same requests under two policies; and the `Statistic`s that are taken of it. `compare` makes them, `statistics` reads
-them."""
+"""`Pairs`: one metric of the same requests under two policies; and `Statistic`s of it. `compare` creates them, `statistics` reads them."""
 
 from __future__ import annotations
 
@@ -44,20 +43,20 @@ MEAN, P50, P90, P99 = Statistic(), Statistic(0.5), Statistic(0.9), Statistic(0.9
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A metric's values in one run under one policy. `numbers[i]` belongs to the request with the index `request[i]`, in order of arrival."""
+    """Values of a metric in one run under one policy. `numbers[i]` belongs to the request with index `request[i]`, in order of arrival."""
 
     numbers: Floats
     request: Ints
 
     def by_request(self, numbers: Floats, requests: int) -> Floats:
-        """Return [requests]: the sum over each request's values of `numbers`, one for each value."""
+        """Return [requests]: the sum of `numbers`, one for each value, over each request's values."""
         return np.asarray(np.bincount(self.request, numbers, minlength=requests), np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """One metric of the same requests under two policies, `a` and `b`, in one run of `requests` requests. One that has no value under one of
-    them has none here under either."""
+    """One metric of the same requests under two policies, `a` and `b`, in one run of `requests` requests. Requests without a value under one of them
+    are excluded from both."""
 
     a: Values
     b: Values
@@ -65,7 +64,7 @@ class Pairs:
 
     @classmethod
     def of(cls, a: Floats, b: Floats) -> Pairs:
-        """A metric with one value a request: `a[i]` and `b[i]` are the same request's, NaN where a policy left none. Raises `ValueError`."""
+        """Pair a metric with one value per request: `a[i]` and `b[i]` belong to the same request, NaN without a value. Raises `ValueError`."""
         if a.shape != b.shape or a.ndim != 1:
             raise ValueError(f"pairs need two arrays [requests] of one length, got {a.shape} and {b.shape}")
         both = np.flatnonzero(np.isfinite(a) & np.isfinite(b))
@@ -73,16 +72,16 @@ class Pairs:
 
     @classmethod
     def pooled(cls, a: Sequence[Floats], b: Sequence[Floats]) -> Pairs:
-        """A metric with any number of values a request, all of them in one pool: `a[i]` and `b[i]` are the same request's, empty where a policy left
-        none. Raises `ValueError`."""
+        """Pair a metric with any number of values per request, all pooled: `a[i]` and `b[i]` belong to the same request, empty without values.
+        Raises `ValueError`."""
         if len(a) != len(b):
-            raise ValueError(f"pairs need as many requests under both policies, got {len(a)} and {len(b)}")
+            raise ValueError(f"pairs need equally many requests under both policies, got {len(a)} and {len(b)}")
         both = [index for index, (one, other) in enumerate(zip(a, b, strict=True)) if len(one) and len(other)]
         return cls(_pool(a, both), _pool(b, both), len(a))
 
     @property
     def present(self) -> Ints:
-        """The requests that have values, by index, in order of arrival."""
+        """Indices of the requests that have values, in order of arrival."""
         return np.unique(self.a.request)
 
     def reversed(self) -> Pairs:

@@ -28,7 +28,7 @@ from dovetail_lab.workloads.load import load_workload
 
 Made = TypeVar("Made")
 
-SHOWN_EVERY_S = 0.5  # how often the number of finished requests is shown
+SHOWN_EVERY_S = 0.5  # between updates of the progress bar
 
 CHECKED: tuple[Kind, ...] = ("scheduler", "kv_cache", "executor")  # kinds whose options are checked before any run
 
@@ -40,8 +40,8 @@ class PlannedRun:
     config: EngineConfig
     workload: str  # an argument of `load_workload`
     options: WorkloadOptions
-    name: str | None = None  # its name in tables; None: the scheduler's
-    routing: Routing | None = None  # None: one engine, and nothing before it
+    name: str | None = None  # display name; None: the scheduler's
+    routing: Routing | None = None  # None: one engine without a router
 
     def check(self) -> None:
         """Validate components and workload, so that errors surface before hours of simulation."""
@@ -72,7 +72,7 @@ def _options(config: EngineConfig, kind: Kind) -> Any:
 def replay_routed(
     config: EngineConfig, trace: Trace, routing: Routing | None, *, name: str | None, seed: int, progress: Callable[[int, int], None] | None
 ) -> RunResult:
-    """Replay a trace through one engine, or through the replicas that `routing` asks for. Raises as `replay` and `replay_replicas`."""
+    """Replay a trace through one engine, or through the replicas of `routing`. Raises the errors of `replay` and `replay_replicas`."""
     if routing is None:
         return replay(config, trace, name=name, seed=seed, progress=progress)
     return replay_replicas(config, trace, routing.replicas, parse_router(routing.router), name=name, seed=seed, progress=progress)
@@ -85,7 +85,7 @@ def cached_workload(text: str, options: WorkloadOptions) -> Trace:
 
 
 def keep(run: RunResult) -> RunResult:
-    """Return the run as it is: a `make` for `run_all`."""
+    """Return the run unchanged: a `make` for `run_all`."""
     return run
 
 
@@ -99,7 +99,7 @@ def run_all(planned: Sequence[PlannedRun], make: Callable[[RunResult], Made], pr
                 bar.update()
             return
         context = multiprocessing.get_context("spawn")
-        finished = context.Value("q", 0)  # finished requests of all processes
+        finished = context.Value("q", 0)  # number of finished requests of all processes
         with ProcessPoolExecutor(min(processes, len(planned)), context, initializer=_count_in, initargs=(finished,)) as pool:
             waiting = [pool.submit(_run_and_make, make, one) for one in planned]
             try:
@@ -137,7 +137,7 @@ def _show(bar: tqdm[Any], done: int, total: int) -> None:
 
 
 def names_of(sources: Sequence[str]) -> list[str]:
-    """Return each engine's name for tables: its file's name without suffix, or the whole path if two files share that; a repeated file gets a
+    """Return each engine's display name: its file's name without suffix, or the whole path if two files share that; a repeated file gets a
     number."""
     stems = {source: Path(source).stem for source in sources}
     names = [stems[source] if list(stems.values()).count(stems[source]) == 1 else source for source in sources]

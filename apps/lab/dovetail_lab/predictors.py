@@ -1,6 +1,6 @@
-"""Predicted lengths of answers, made when a trace is loaded, so that all compared policies see the same ones.
+"""Predicted answer lengths, computed when a trace is loaded, so that all compared policies see the same ones.
 
-A guess depends on (trace, seed, request id) alone: neither on the order of requests nor on what else is loaded.
+A prediction depends only on (trace, seed, request id): neither on the order of requests nor on other requests.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dovetail_lab.traces.request import Trace, TraceRequest
 
 
 class Predictor(Value):
-    """A predictor: it makes a prediction from the true length and two random numbers between 0 and 1 of the request."""
+    """Predicts from the true length and the request's two random numbers between 0 and 1."""
 
     def guess(self, tokens: int, first: float, second: float) -> int:
         raise NotImplementedError
 
 
 class Oracle(Predictor):
-    """The true length."""
+    """Predicts the true length."""
 
     def guess(self, tokens: int, first: float, second: float) -> int:
         return tokens
 
 
 class Noisy(Predictor):
-    """The true length times a lognormal error of median 1: two guesses of three are within a factor of exp(sigma)."""
+    """True length times a lognormal error with median 1: two of three predictions are within a factor of exp(sigma)."""
 
     sigma: float = Field(default=0.5, ge=0, le=10)
 
@@ -40,14 +40,14 @@ class Noisy(Predictor):
 
 
 class Bucket(Predictor):
-    """A classifier over lengths: the geometric middle of the class [growth^k, growth^(k+1)) that holds the true length, or, with probability
-    1 - accuracy, of the class below or above it. Such predictors: S3 (Jin et al., NeurIPS '23, arXiv:2306.06000)."""
+    """Classifier over lengths: predicts the geometric middle of the class [growth^k, growth^(k+1)) of the true length, or, with probability
+    1 - accuracy, of a neighboring class. An example is S3 (Jin et al., NeurIPS '23, arXiv:2306.06000)."""
 
     growth: float = Field(default=2.0, gt=1, le=1e6)
     accuracy: float = Field(default=1.0, ge=0, le=1)
 
     def guess(self, tokens: int, first: float, second: float) -> int:
-        index = math.floor(math.log(tokens, self.growth) + 1e-9)  # a power of growth begins its class
+        index = math.floor(math.log(tokens, self.growth) + 1e-9)  # powers of growth start a class
         if first >= self.accuracy:
             index += 1 if second < 0.5 or index == 0 else -1
         middle: float = self.growth ** (index + 0.5)
@@ -58,12 +58,12 @@ PREDICTORS: dict[str, type[Predictor]] = {"oracle": Oracle, "noisy": Noisy, "buc
 
 
 def parse_predictor(text: str) -> Predictor:
-    """`oracle`, `noisy(0.5)` or `bucket(2, 0.8)`. Raises `TraceError`."""
+    """Parse `oracle`, `noisy(0.5)` or `bucket(2, 0.8)`. Raises `TraceError`."""
     return parse_call(text, PREDICTORS, "predictor")
 
 
 def predict(trace: Trace, predictor: Predictor, seed: int = 0) -> Trace:
-    """Return the trace with `predicted_tokens` filled in, replacing any that were there."""
+    """Return the trace with `predicted_tokens` set, replacing existing ones."""
 
     def predicted(request: TraceRequest) -> TraceRequest:
         first, second = _draws(trace.name, seed, request.id)

@@ -1,8 +1,8 @@
-"""`Ranked`: means and quantiles of many weighted draws of one set of values, exactly. `draws` asks for thousands of them.
+"""`Ranked`: exact means and quantiles of many weighted draws of one set of values. `draws` needs thousands of them.
 
-A draw gives each request a weight: how often it was drawn. A request may have one value (its TTFT) or many (its inter-token latencies); millions of
-values times thousands of draws would be too many to add up. So sorted values stand in bins: one matrix product counts how much of each bin every
-draw holds, and only the bin with the quantile is looked into.
+A draw gives each request a weight: the number of times it was drawn. A request may have one value (its TTFT) or many (its inter-token latencies);
+summing millions of values for thousands of draws would be too slow. So sorted values are grouped into bins: one matrix product counts how much of
+each bin every draw holds, and only the bin with the quantile is searched.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy.typing as npt
 from dovetail_lab.pairs import Floats, Ints, Statistic, Values
 
 MIN_BIN = 64
-_BIN_COST = 256  # one value looked into costs as much as so many products of the matrix: measured, and far from critical
+_BIN_COST = 256  # cost of searching one value, in products of the matrix: measured, not critical
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """The values of one run in rising order, and what of them belongs to whom."""
+    """Sorted values of one run, and their assignment to requests."""
 
-    values: Floats  # rising
-    request: Ints  # whose each is: a column of the weights
+    values: Floats  # ascending
+    request: Ints  # request of each value: a column of the weights
     sums: Floats  # [requests]
-    counts: Floats  # [requests, bins]: how many of a bin's values are a request's
+    counts: Floats  # [requests, bins]: number of a request's values in a bin
     bin: int  # values in each bin; fewer in the last
 
     @classmethod
     def of(cls, values: Values, requests: int, bin: int | None = None) -> Ranked:
-        """`requests`: how many a run has, with or without values. `bin`: None chooses the size that is quickest."""
+        """`requests`: number of requests in a run, with or without values. `bin`: None chooses the fastest size."""
         order = np.argsort(values.numbers, kind="stable")
         request, count = values.request[order], len(order)
         size = bin or max(MIN_BIN, math.isqrt(requests * count // _BIN_COST))
@@ -41,9 +41,9 @@ class Ranked:
         return cls(values.numbers[order], request, values.by_request(values.numbers, requests), counts.reshape(requests, bins), size)
 
     def statistics(self, weights: npt.NDArray[np.int32], statistics: Sequence[Statistic]) -> Floats:
-        """Return [statistics, draws]: each statistic as `Statistic.of` has it of the values, those of request i repeated `weights[draw, i]` times.
-        NaN where no value was drawn. `weights` is [draws, requests]."""
-        exact = weights.astype(np.float64)  # whole numbers below 2**53: products and sums of them are exact
+        """Return [statistics, draws]: each `Statistic.of` the values, with those of request i repeated `weights[draw, i]` times. NaN if no value was
+        drawn. `weights`: [draws, requests]."""
+        exact = weights.astype(np.float64)  # integers below 2**53: products and sums are exact
         reached = np.cumsum(exact @ self.counts, axis=1)
         total = reached[:, -1]
         if not len(self.values):
@@ -59,8 +59,9 @@ class Ranked:
         return np.asarray(low + (position - below) * (high - low), np.float64)
 
     def _at(self, weights: Floats, reached: Floats, position: Floats) -> Floats:
-        """Return [draws]: the value at a position, from 0 on, among the drawn values in rising order. `reached`: how many are drawn up to the end
-        of each bin, [draws, bins]."""
+        """Return [draws]: the value at a position, from 0, among the sorted drawn values. `reached` [draws, bins]: number of values drawn up to the
+        end
+        of each bin."""
         draw = np.arange(len(weights))
         bins = np.minimum((reached <= position[:, None]).sum(axis=1), reached.shape[1] - 1)
         before = np.where(bins > 0, reached[draw, bins - 1], 0.0)

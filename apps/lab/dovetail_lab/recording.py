@@ -1,4 +1,4 @@
-"""`Recorder`: it keeps a record of each request and a row of the timeline for each step while an engine runs."""
+"""`Recorder`: records each request, and a row of the timeline per step, while an engine runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """A recorder of the core's deliveries. Times are kept in seconds after `start`, when the trace begins on the engine's clock."""
+    """Records the core's deliveries. Times are in seconds after `start`, the start of the trace on the engine's clock."""
 
     def __init__(self, core: EngineCore, trace: Trace, start: float) -> None:
         self._core, self._trace, self._start = core, trace, start
@@ -29,11 +29,11 @@ class Recorder:
         self._records: dict[str, RequestRecord] = {}
         self._steps: list[tuple[float, ...]] = []
         self._simulated = core.executor if isinstance(core.executor, SimulatedExecutor) else None
-        self._counted: tuple[float, ...] = (0,) * 8  # the counts at the end of the last step
+        self._counted: tuple[float, ...] = (0,) * 8  # counts at the end of the last step
         self._num_steps = 0
 
     def take(self, delivery: Delivery) -> None:
-        """Record the delivery of a call of `EngineCore.step`."""
+        """Record the result of a call of `EngineCore.step`."""
         now, times = self._core.clock.now(), self._token_times
         for request in delivery.requests:
             times[request.id].append(now)
@@ -43,7 +43,7 @@ class Recorder:
             self._finished(request, finish, now - self._start)
 
     def refused(self, request: TraceRequest, reason: str) -> None:
-        """Record that the engine refused a request."""
+        """Record that the engine rejected a request."""
         self._records[request.id] = RequestRecord(
             **_of_trace(request),
             first_scheduled_s=None,
@@ -60,12 +60,12 @@ class Recorder:
 
     @property
     def records(self) -> tuple[RequestRecord, ...]:
-        """Return the records of all requests, in the order of the trace, once the last has ended."""
+        """Return the records of all requests, in the order of the trace, once all have ended."""
         return tuple(self._records[request.id] for request in self._trace)
 
     @property
     def ended(self) -> Mapping[str, RequestRecord]:
-        """The records of the requests that have ended so far, by id."""
+        """Records of the requests that have ended so far, by id."""
         return self._records
 
     @property
@@ -73,7 +73,7 @@ class Recorder:
         return Timeline.of_rows(self._steps)
 
     def _note_step(self, time_s: float) -> None:
-        """Record the changes of the engine's counters since the step before."""
+        """Record the changes of the engine's counters since the previous step."""
         stats = self._core.update_stats()
         before, self._num_steps = self._counted, stats.steps
         self._counted = (

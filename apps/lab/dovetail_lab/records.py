@@ -1,5 +1,5 @@
-"""`RunResult`: the result of one run of a trace, simulated or real. Metrics, comparisons and reports read it; nothing in it depends on the
-machine that wrote it, so that the same inputs give the same bytes."""
+"""`RunResult`: the result of one simulated or real run of a trace. Metrics, comparisons and reports read it. It doesn't depend on the machine that
+wrote it, so that the same inputs give the same bytes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from dovetail.request import FinishReason
 from dovetail_lab.writing import write_whole
 
 SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
-FORMAT = 1  # of the file; raised when older readers can't read it any more
-ADDED = {"grammar": False, "masks_s": 0.0, "replica": 0}  # columns that older files lack, and what stands in them then
+FORMAT = 1  # of the file; raised when older readers can no longer read it
+ADDED = {"grammar": False, "masks_s": 0.0, "replica": 0}  # columns that older files lack, with their defaults
 
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestRecord:
-    """One request of the trace. Times are seconds on the run's clock, which begins at 0 with the trace; None: it never happened."""
+    """One request of the trace. Times are seconds on the run's clock, which starts at 0 with the trace; None: it never happened."""
 
     id: str
     client: str | None
     arrival_s: float
     first_scheduled_s: float | None
-    token_times_s: Times  # [output_tokens] time at which the client got each
+    token_times_s: Times  # [output_tokens] time at which the client received each
     finished_s: float
     prompt_tokens: int
     true_tokens: int  # output tokens according to the trace
@@ -44,16 +44,16 @@ class RequestRecord:
     stop_reason: int | str | None = None
     predicted_tokens: int | None = None
     priority: int = 0
-    deadline_s: float | None = None  # absolute, for the last token
+    deadline_s: float | None = None  # absolute, of the last token
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed again after preemptions
-    grammar: bool = False  # its answer had to follow one
-    replica: int = 0  # the one to which it was sent
+    grammar: bool = False  # constrained by a grammar
+    replica: int = 0  # index of the replica it was sent to
 
     @property
     def output_tokens(self) -> int:
-        """The number of tokens that its client got."""
+        """Number of tokens that the client received."""
         return len(self.token_times_s)
 
     @property
@@ -64,32 +64,33 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The steps of a run, a column each: entry i belongs to the i-th step whose results came in. Times in seconds.
+    """Steps of a run, one column per quantity: entry i belongs to the i-th finished step. Times in seconds.
 
-    Of several replicas it has the steps of all. Requests and blocks after a step are then those of all replicas, and the two durations are divided by
-    their number, so that their sums are those of one replica on average.
+    With several replicas it has the steps of all. Requests and blocks after a step are then those of all replicas, and the two durations are divided
+    by
+    the number of replicas, so that their sums are averages over replicas.
     """
 
     time_s: Times  # when its results were delivered
-    device_s: Times  # how long it took on the device
+    device_s: Times  # duration on the device
     waiting: NDArray[np.int64]  # requests, after it
     running: NDArray[np.int64]
-    prefill_tokens: NDArray[np.int64]  # computed in it, recomputed ones included
+    prefill_tokens: NDArray[np.int64]  # computed in it, including recomputed ones
     decode_tokens: NDArray[np.int64]
     generated_tokens: NDArray[np.int64]  # delivered
-    cached_tokens: NDArray[np.int64]  # found in the prefix cache since the step before
+    cached_tokens: NDArray[np.int64]  # found in the prefix cache since the previous step
     recomputed_tokens: NDArray[np.int64]
-    preemptions: NDArray[np.int64]  # since the step before
+    preemptions: NDArray[np.int64]  # since the previous step
     kv_free: NDArray[np.int64]  # blocks, after it
     kv_held: NDArray[np.int64]
     kv_cached: NDArray[np.int64]
-    masks_s: Times  # by which grammars delayed its end: masks that took longer than the model, planning that had to wait for them
+    masks_s: Times  # delay of its end by grammars: masks that took longer than the model, planning that waited for them
 
     def __len__(self) -> int:
         return len(self.time_s)
 
     def storms(self, steps: int) -> int:
-        """Return in how many runs of `steps` steps more tokens were recomputed after preemptions than computed for the first time."""
+        """Return the number of runs of `steps` steps in which more tokens were recomputed after preemptions than computed for the first time."""
         starts = np.arange(0, len(self) - steps + 1, steps)
         again = self.recomputed_tokens
         anew = self.prefill_tokens + self.decode_tokens - again
@@ -97,14 +98,14 @@ class Timeline:
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[float, ...]]) -> Timeline:
-        """Make a timeline from one tuple for each step, in the order of the columns."""
+        """Create a timeline from one tuple per step, in the order of the columns."""
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(fields(cls))
         dtypes: list[Any] = [np.float64 if column.name.endswith("_s") else np.int64 for column in fields(cls)]
         return cls(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
 
     @classmethod
     def of_replicas(cls, timelines: Sequence[Timeline], num_blocks: int) -> Timeline:
-        """Put the steps of several replicas, which have `num_blocks` blocks each, in the order of their ends."""
+        """Merge the steps of several replicas with `num_blocks` blocks each, in the order of their ends."""
         order = sorted((time, replica, step) for replica, line in enumerate(timelines) for step, time in enumerate(line.time_s))
         after = dict.fromkeys(_AFTER, 0) | {"kv_free": num_blocks}
         states, rows = [dict(after) for _ in timelines], []
@@ -117,38 +118,38 @@ class Timeline:
         return cls.of_rows(rows)
 
 
-_AFTER = ("waiting", "running", "kv_free", "kv_held", "kv_cached")  # columns of a timeline that tell the state after a step
+_AFTER = ("waiting", "running", "kv_free", "kv_held", "kv_cached")  # columns of a timeline with the state after a step
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The source of a run's step times. `error`: mean of |predicted - measured| / measured over the steps that judged the model; None: it was
-    never compared with a measurement, or the steps are real."""
+    """Source of a run's step times. `error`: mean of |predicted - measured| / measured over the steps that evaluated the model; None: it was never
+    compared with measurements, or the steps are real."""
 
     name: str  # "linear (a100.json)", or "measured" where a device computed
     error: float | None = None
-    judged_on: str = ""  # in words: which steps, how many
+    judged_on: str = ""  # description: which steps, how many
     coefficients: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
-    """The result of one trace, one engine and one seed."""
+    """Result of one trace, one engine and one seed."""
 
-    name: str  # the engine's, for tables
+    name: str  # display name of the engine
     trace: str
     trace_source: str
     seed: int
-    settings: Mapping[str, Any]  # all of `SETTINGS`: the engine's config as plain values, and what follows from it
+    settings: Mapping[str, Any]  # all of `SETTINGS`: the engine's config as plain values, and derived settings
     step_times: StepTimes
     requests: tuple[RequestRecord, ...]  # in the order of the trace
     timeline: Timeline
     notes: tuple[str, ...] = ()
-    seeded: bool = False  # another seed gives other traffic, as `Trace.seeded` has it
-    window: tuple[float, float] | None = None  # seconds, what is measured of it; None: all
+    seeded: bool = False  # another seed gives other traffic, see `Trace.seeded`
+    window: tuple[float, float] | None = None  # measured part in seconds; None: all
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Yield the requests that are measured: those that arrive in the window."""
+        """Yield the measured requests: those that arrive in the window."""
         begin, end = self.window or (-math.inf, math.inf)
         return (record for record in self.requests if begin <= record.arrival_s < end)
 
@@ -164,7 +165,7 @@ class RunResult:
             "step_times": {f.name: getattr(self.step_times, f.name) for f in fields(StepTimes)},
             "requests": {name: [getattr(record, name) for record in self.requests] for name in _columns()},
             "instants_s": instants,  # when tokens were delivered
-            "tokens": runs,  # a request: first instant, how many in a row, the next first instant, …
+            "tokens": runs,  # per request: first instant, number of consecutive ones, next first instant, …
             "timeline": {f.name: getattr(self.timeline, f.name).tolist() for f in fields(Timeline)},
         }
         text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -172,13 +173,13 @@ class RunResult:
 
     @classmethod
     def load(cls, path: str | Path) -> RunResult:
-        """Read a result. Raises `ConfigError` if the file isn't as `save` writes it."""
+        """Read a result. Raises `ConfigError` if the file wasn't written by `save`."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeError, ValueError) as error:
             raise ConfigError(f"{path}: can't be read as a run of the lab: {getattr(error, 'strerror', None) or error}") from None
         if not isinstance(document, dict) or document.get("dovetail_lab_run") != FORMAT:
-            raise ConfigError(f'{path}: is no run of the lab: expected "dovetail_lab_run": {FORMAT}, as `dovetail lab run --out` writes it')
+            raise ConfigError(f'{path}: not a run of the lab: expected "dovetail_lab_run": {FORMAT}, as written by `dovetail lab run --out`')
         try:
             return cls._from(document)
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -200,7 +201,7 @@ class RunResult:
             requests=tuple(records),
             timeline=Timeline.of_rows(list(zip(*timeline, strict=True))),
             notes=tuple(document["notes"]),
-            seeded=document.get("seeded", False),  # older files don't say
+            seeded=document.get("seeded", False),  # missing in older files
             window=None if document.get("window") is None else _window(*document["window"]),
         )
 
@@ -212,7 +213,7 @@ def _window(begin: float, end: float) -> tuple[float, float]:
 
 
 def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
-    """Return the distinct times, sorted, and for each request its runs of consecutive ones: most get a token in every step."""
+    """Return the sorted distinct times, and for each request its runs of consecutive ones: most requests get a token in every step."""
     instants = np.unique(np.concatenate([*times, np.empty(0)]))
     runs = []
     for own in times:
@@ -230,7 +231,7 @@ def _columns() -> dict[str, TypeAdapter[list[Any]]]:
 
 
 def _column(table: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """Raises `KeyError` if it isn't there, though every file has it."""
+    """Return a column. Raises `KeyError` if a column that every file has is missing."""
     return [ADDED[name]] * len(next(iter(table.values()), [])) if name in ADDED and name not in table else table[name]
 
 

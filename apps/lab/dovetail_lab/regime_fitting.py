@@ -16,14 +16,14 @@ from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape,
 
 TERMS = ("per_context_s", "per_pair_s", "per_row_s", "per_length_s", "beside_s")
 KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 32_768)
-BOUNDARIES = (256, 512, 1024, 2048, 4096)  # numbers of tokens: below one an engine may replay graphs, above it launch kernels
-WORTH = 0.97  # a floor or a boundary must lower the error to this share, or chance would add them
-GOOD = 0.002  # a mean error below which nothing is added
+BOUNDARIES = (256, 512, 1024, 2048, 4096)  # candidate numbers of tokens up to which an engine may replay graphs instead of launching kernels
+WORTH = 0.97  # a floor or a boundary must lower the error to this share, to exclude chance
+GOOD = 0.002  # mean error below which nothing is added
 ENOUGH = 10  # measurements on each side of a boundary
-FEW = 3  # of a boundary that is known
+FEW = 3  # likewise, if the boundary is known
 OUTLIER = 5.0  # times the median error
-HICCUP = 0.25  # a ratio that far from 1 isn't the device's
-BOUND_ROUNDS = 3  # which upper bounds are exceeded follows from the fit, and the fit from them
+HICCUP = 0.25  # a ratio that far from 1 isn't caused by the device
+BOUND_ROUNDS = 3  # iterations: the fit determines which upper bounds are exceeded, and vice versa
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,11 @@ def fit_regimes(
     sizes: Sequence[int] = (),
     padded_rows: Sequence[int] = (),
 ) -> RegimeStepTime:
-    """Decodes, and steps with prefills; a measurement holds one kind alone. One that is far off from all others (a compilation, a hiccup) is left
-    out. Of those in `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it. Those of up to `boundary`
-    tokens have a model of their own, in which tokens are padded to the next of `sizes`; None: a boundary is looked for. Decodes are padded to the
-    next of `padded_rows`.
+    """Fit decodes, and steps with prefills; a measurement holds only one kind. Outliers (a compilation, a hiccup) are excluded. Of the measurements
+    in
+    `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it. Steps of up to `boundary` tokens have
+    their own
+    model, in which tokens are padded to the next of `sizes`; None: search for a boundary. Decodes are padded to the next of `padded_rows`.
 
     Raises `ConfigError` if one of the two kinds is missing.
     """
@@ -59,8 +60,8 @@ def fit_regimes(
 
 
 def fit_launches(measurements: Sequence[Measurement], boundary: int | None) -> RegimeStepTime:
-    """Fit the time that handing steps over takes, in straight lines: it is the same graph, or as many kernels, whatever the tokens, and only what a
-    step is told of them grows. Steps with prefills of up to `boundary` tokens have a line of their own. Raises `ConfigError` as `fit_regimes`."""
+    """Fit the time of submitting steps, linearly: it is the same graph, or the same number of kernels, for any number of tokens; only the inputs of a
+    step grow. Steps with prefills of up to `boundary` tokens have their own line. Raises `ConfigError` like `fit_regimes`."""
     steps = [_step(one) for one in measurements]
     decode = _without_outliers([step for step in steps if not step.shape.prefill_rows], "decodes", straight=True)
     return _with_prefills(decode, [step for step in steps if step.shape.prefill_rows], boundary, (), straight=True)
@@ -73,8 +74,8 @@ def fit_decodes(measurements: Sequence[Measurement], sizes: Sequence[int] = ()) 
 
 
 def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) -> PiecewiseStepTime:
-    """Return the model with corrections from the measurements of full sizes. With few rows, the split of their keys over the device changes with the
-    number of keys in jumps, which no sum of terms describes."""
+    """Return the model with corrections from the measurements of full sizes. With few rows, the split of their keys over the device changes in jumps
+    with the number of keys, which no sum of terms describes."""
     ratios: dict[int, dict[int, float]] = defaultdict(dict)
     for step in (_step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)):
         rows, ratio = step.shape.rows, step.seconds / decode.seconds(step.shape)
@@ -86,7 +87,7 @@ def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) ->
 def _with_prefills(
     decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int], straight: bool = False
 ) -> RegimeStepTime:
-    """Fit one model for all steps, or two: split at `boundary`, if that is known, or where it helps."""
+    """Fit one model for all steps, or two: split at `boundary` if known, otherwise where it helps."""
     best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes, straight))
     least = np.inf if boundary is not None else _error(best, steps)
     for tried in BOUNDARIES if boundary is None else (boundary,):
@@ -115,7 +116,7 @@ def _mean_shape(shapes: Sequence[StepShape]) -> StepShape:
 
 def _without_outliers(steps: Sequence[_Step], what: str, sizes: Sequence[int] = (), straight: bool = False) -> PiecewiseStepTime:
     if not steps:
-        raise ConfigError(f"no step of {what} was measured: there was too little time, or the engine is too small")
+        raise ConfigError(f"no step of {what} was measured: the time limit is too short, or the engine too small")
     first = _with_floor(steps, sizes, straight)
     off = np.abs(_relative(first, steps))
     kept = [step for step, error in zip(steps, off, strict=True) if error <= OUTLIER * max(float(np.median(off)), 0.01)]
@@ -123,14 +124,14 @@ def _without_outliers(steps: Sequence[_Step], what: str, sizes: Sequence[int] = 
 
 
 def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> PiecewiseStepTime:
-    """Fit with the floor that makes the error smallest, or with none."""
+    """Fit with the floor that minimizes the error, or with none."""
     best = _fit(steps, sizes, straight)
     least = float(np.abs(_relative(best, steps)).mean())
     if least <= GOOD:
         return best
     for floor in np.percentile([step.seconds for step in steps], (5, 10, 20, 30, 40, 50)).tolist():
         model, above = best, list(steps)
-        for _ in range(3):  # which steps lie above the floor follows from the model, and the model from them
+        for _ in range(3):  # the model determines which steps are above the floor, and vice versa
             if len(above) < ENOUGH:
                 break
             free = _fit(above, sizes, straight)
@@ -143,7 +144,7 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) ->
 
 
 def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> PiecewiseStepTime:
-    """Fit by non-negative least squares of relative errors. Times never fall with the number of tokens; `straight`: they are linear in it."""
+    """Fit by non-negative least squares of relative errors. Times never decrease with the number of tokens; `straight`: they are linear in it."""
     tokens = np.array([padded(step.shape.tokens, sizes) for step in steps], np.float64)
     decodes = all(step.shape.prefill_rows == 0 for step in steps)
     if straight:
@@ -154,7 +155,7 @@ def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> Piecew
         knots = _knots(tokens, sorted({*sizes, *(knot for knot in KNOTS if not sizes or knot > sizes[-1])}))
     rises = [np.clip((tokens - low) / (high - low), 0, 1 if high != knots[-1] else None) for low, high in pairwise(knots)]
     shapes = [step.shape for step in steps]
-    if decodes:  # rows are the tokens
+    if decodes:  # the number of rows is the number of tokens
         terms = [[shape.context_tokens, 0, 0, shape.context_tokens / shape.rows, 0] for shape in shapes]
     else:
         terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows, shape.prefill_length, shape.decodes > 0] for shape in shapes]

@@ -1,8 +1,8 @@
-"""A short, ordinary run, with which `calibrate` ends: it measures steps while requests come and go.
+"""A short, ordinary run at the end of `calibrate`: it measures steps while requests come and go.
 
-In the grid the same steps come again and again, and nothing else happens between them. Here the engine's own policy plans, requests are made between
-steps and end at any of them, and each delivery is recorded: the loop is that of every run, and the same host code takes longer. The device takes a
-little longer, too: requests are copied to it and cleared from it. So the grid says how times grow with a step, and the rehearsal how long they are.
+In the grid, the same steps repeat and nothing else happens between them. Here the engine's own policy plans, requests are created between steps and
+end at any of them, and each delivery is recorded: the loop is that of every run, and the same host code takes longer. The device also takes a little
+longer: requests are copied to it and cleared from it. So the grid determines how times grow with a step, and the rehearsal their level.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from dovetail_lab.workloads import load_workload
 if TYPE_CHECKING:
     from dovetail.engine.flight import Delivery
 
-SETTLING = 1 / 6  # the share of a rehearsal that doesn't count
-ROWS = 12  # that decode, on average: some 8 to 16, as chance will have it
-PROMPT_TOKENS, OUTPUT_TOKENS = 900, 300  # the most that a request has: prompts come one by one, after decodes, and find the host's code cold
-LEAST = 1 / 20, 1 / 6  # of these
-ROOM = 3  # times as many rows, each of the longest, have room in the KV pool
-BUSY = 0.25  # at most this share of the time goes into steps with prompts
-FEWEST = 10  # requests, however slow the engine is
-ENOUGH = 20  # steps: of fewer the middle tells too little
+SETTLING = 1 / 6  # share of a rehearsal that is discarded
+ROWS = 12  # decoding on average; 8 to 16 by chance
+PROMPT_TOKENS, OUTPUT_TOKENS = 900, 300  # maximum per request: prompts arrive one by one, after decodes, when the host's code is cold
+LEAST = 1 / 20, 1 / 6  # minimum, as a share of these
+ROOM = 3  # the KV pool holds this multiple of the rows at maximum length
+BUSY = 0.25  # maximum share of the time in steps with prompts
+FEWEST = 10  # requests, even on a slow engine
+ENOUGH = 20  # steps; the median of fewer is unreliable
 
 
 def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
-    """A workload of so many seconds on the engine's clock, as dense as `profile` says that the engine can take. Its steps join `rig.sightings`;
-    returned are the seconds that making each request took, from the end of one step's results until the next could be planned. Raises what ended
-    the engine.
+    """Run a workload for `seconds` on the engine's clock, as dense as `profile` predicts that the engine can sustain. Its steps are added to
+    `rig.sightings`. Returns the seconds spent on creating each request, from the end of one step's results until the next could be planned. Raises
+    the
+    error that ended the engine.
 
-    A step is planned from when the core is free for it: when the results before are delivered, so that recording them counts; or when requests
-    were made, or it has slept, which a simulation accounts for by themselves.
+    The planning of a step starts when the core is free: after the previous results are delivered, so that recording them counts; or after requests
+    were
+    created, or the core has slept, which a simulation accounts for separately.
     """
     rig.give_back()
     engine, core, probe = rig.engine, rig.engine.core, rig.probe
@@ -54,7 +56,7 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
     recorder = Recorder(core, trace, start)
     feeder = Feeder(engine, None, trace, start, recorder.refused)
     taking_in: list[float] = []
-    taken, free, seen = 0, engine.now(), first  # requests made; when the loop turned to them; steps whose results are in
+    taken, free, seen = 0, engine.now(), first  # requests created; when the loop started on them; finished steps
 
     def fed() -> None:
         nonlocal taken
@@ -70,7 +72,7 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
 
     def take(delivery: Delivery) -> None:
         nonlocal free, seen
-        probe.planned = engine.now()  # what is done with a delivery delays the next plan
+        probe.planned = engine.now()  # handling a delivery delays the next plan
         for sighting in probe.collected[seen:]:
             sighting.delivered = probe.planned
         seen = len(probe.collected)
@@ -80,7 +82,7 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
             raise TimeIsUpError
 
     core.plan_timing.wait_until = wait_until
-    with suppress(TimeIsUpError):  # who is still there when the last has arrived isn't waited for
+    with suppress(TimeIsUpError):  # don't wait for requests unfinished at the last arrival
         drive(core, feeder, fed, take)
     kept = [sighting for sighting in probe.collected[first:] if sighting.planned > settled and sighting.delivered]
     for sighting in kept:
@@ -90,7 +92,7 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
 
 
 def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Trace:
-    """Prompts and answers of any length that the engine has room for, at a rate that keeps about `ROWS` requests decoding."""
+    """Return a workload with all lengths that fit the engine, at a rate that keeps about `ROWS` requests decoding."""
     capacity, config = engine.capacity, engine.config
     rows = max(1, min(ROWS, config.max_num_seqs // 2))
     room = min(capacity.max_model_len, capacity.num_blocks * capacity.layout.block_size // (ROOM * rows))
@@ -101,8 +103,8 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
     had = np.full(rows, (prompt + output) // 2)
     decode_s = _step_s(profile, StepShape.of(np.ones(rows, np.int64), had))
     prefill_s = _step_s(profile, StepShape.of(np.append(np.ones(rows, np.int64), max(2, prompt // 2)), np.append(had, 0)))
-    # In a second there are `rate` steps with a prompt and (1 - rate * prefill_s) / decode_s others; each gives every row a token, and what is given
-    # is what is asked for, rate * mean_output.
+    # In a second there are `rate` steps with a prompt and (1 - rate * prefill_s) / decode_s others; each generates a token per row, and the supply
+    # must equal the demand, rate * mean_output.
     rate = rows / decode_s / max(1.0, mean_output - rows + rows * prefill_s / decode_s)
     rate = max(min(rate, BUSY / prefill_s), FEWEST / seconds)
     lengths = f"prompt=uniform({least_prompt}, {prompt}) output=uniform({least_output}, {output})"
@@ -110,15 +112,15 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
 
 
 def _step_s(profile: StepTimeProfile, shape: StepShape) -> float:
-    """Return the time of the slower one, device or host."""
+    """Return the time of the slower of device and host."""
     launch = profile.make_launch()
     launch_s = 0.0 if launch is None else launch.seconds(shape)
     return max(profile.make().seconds(shape), profile.planning_s(shape.rows) + launch_s + profile.delivering_s(shape.rows))
 
 
 def as_rehearsed(profile: StepTimeProfile, sightings: Sequence[Sighting], overlapped: bool) -> StepTimeProfile:
-    """The grid's `profile`, changed by those of `sightings` that were rehearsed, where there are enough of them: the host's times are multiplied by
-    what they took of it, in the middle where there is a spread, which is theirs, too, and on average where there is none."""
+    """Return the grid's `profile` adjusted to the rehearsed `sightings`, where there are enough of them: the host's times are multiplied by the ratio
+    of measured to fitted, by its median if there is a spread, which is then the rehearsal's, too, otherwise by its mean."""
     sightings = [sighting for sighting in sightings if sighting.rehearsed]
     decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows]
     if len(decodes) < ENOUGH:
@@ -142,14 +144,14 @@ def as_rehearsed(profile: StepTimeProfile, sightings: Sequence[Sighting], overla
 
 
 def _setup_s(profile: StepTimeProfile, steps: Sequence[Timed]) -> float:
-    """Return the median of how much longer recorded steps with prefills, launched in time, took than the grid's."""
+    """Return the median difference between recorded steps with prefills, launched in time, and the grid's."""
     model, rule = profile.make(), profile.rule
     recorded = [step for step in steps if rule.regime(step.shape) is Regime.RECORDED and step.late_s <= rule.sampling_share * step.launch_s]
     return max(0.0, float(np.median([step.seconds - model.seconds(step.shape) for step in recorded]))) if len(recorded) >= ENOUGH else 0.0
 
 
 def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, Any]:
-    """The profile's `launch`, which the grid has of prompts that begin, what less it is for those that go on, and its spread."""
+    """Return the profile's `launch`, which the grid has for starting prompts, its reduction for continued ones, and its spread."""
     if profile.launch is None:
         return {}
     launch, rule = RegimeStepTime.model_validate(profile.launch), profile.rule
@@ -176,6 +178,6 @@ def _ratio(times: Iterable[tuple[float, float]]) -> float:
 
 
 def _spread(profile: StepTimeProfile, times: Iterable[tuple[StepShape, float, float]], otherwise: Spread | None) -> Spread | None:
-    """Return the spread of (shape, measured, fitted seconds). `otherwise` is the grid's, for kinds with too few steps; None if that is."""
+    """Return the spread of (shape, measured, fitted seconds). `otherwise`: the grid's, for kinds with too few steps; None if it is None."""
     found = spread((profile.rule.regime(shape), measured, fitted) for shape, measured, fitted in times)
     return None if otherwise is None else otherwise.model_copy(update={regime.value: found.of(regime) for regime in Regime if found.of(regime)})

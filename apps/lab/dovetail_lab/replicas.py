@@ -1,13 +1,14 @@
-"""Data-parallel replicas: `replay_replicas` runs one trace through several equal engines, and a router says which engine each request goes to.
+"""Data-parallel replicas: `replay_replicas` runs one trace through several identical engines, and a router assigns each request to one of them.
 
-Each replica is a whole simulated engine with a virtual clock and a thread of its own. No clock passes an instant at which all replicas must be looked
-at before all have come to it; then one thread acts while the others wait (`_Meeting`). So the result doesn't depend on threads.
+Each replica is a complete simulated engine with its own virtual clock and thread. No clock passes an instant at which all replicas are inspected
+before all have reached it; then one thread acts while the others wait (`_Meeting`). So the result doesn't depend on thread scheduling.
 
-Replicas may keep in step, as those do that share the experts of a mixture: all devices begin a step together, and it takes as long as the longest.
+Replicas may run in lockstep, as those of a mixture of experts that share the experts: all devices start a step together, and it takes as long as the
+longest.
 
     replica 0   | prefill ................ | decode | decode |
     replica 1   | decode | waiting ....... | decode | prefill ....
-                         a request that comes here begins ^ with the next step of all
+                         a request arriving here starts   ^ with the next step of all
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def replay_replicas(
     registry: Registry | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
-    """Run every request of `trace`, at its time, through the one of `replicas` engines that `router` chooses. Each engine is as `config` describes,
-    with the executor `simulated`; `in_step`: their devices begin each step together.
+    """Run every request of `trace`, at its time, through the one of `replicas` engines that `router` chooses. Each engine is configured by `config`,
+    with the executor `simulated`; `in_step`: their devices start each step together.
 
-    Raises `UnsupportedError` for another executor, `ConfigError` for a choice that is no replica and for fewer than one,
-    what `LLMEngine` raises, and what ended an engine.
+    Raises `UnsupportedError` for another executor, `ConfigError` if the router's choice is invalid or there is no replica, the errors of `LLMEngine`,
+    and the error that ended an engine.
     """
     if replicas < 1:
         raise ConfigError(f"replicas: expected at least 1, got {replicas}")
@@ -73,11 +74,11 @@ def replay_replicas(
                 running = [threads.submit(member.run, meeting) for member in members]
                 meeting.opened.set()
                 wait(running)
-            except BaseException:  # Ctrl-C comes to this thread alone
+            except BaseException:  # Ctrl-C is delivered only to this thread
                 meeting.break_off()
                 raise
         errors = [error for future in running if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, BrokenMeetingError)):  # of those who only missed another, last
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenMeetingError)):  # secondary errors last
             raise error
         records = {id: replace(record, replica=index) for index, member in enumerate(members) for id, record in member.ended.items()}
         in_order = tuple(records[request.id] for request in trace)
@@ -99,7 +100,7 @@ def replay_replicas(
 
 
 class _Replica:
-    """One engine, and what was sent to it."""
+    """One engine, and the requests sent to it."""
 
     def __init__(self, engine: LLMEngine, clock: _MeetingClock, trace: Trace) -> None:
         if not isinstance(engine.core.executor, SimulatedExecutor):
@@ -108,7 +109,7 @@ class _Replica:
         self.core.plan_timing.plans_late = self._executor.options.plans_late
         self._vocab_size = engine.capacity.vocab_size
         self._recorder = Recorder(engine.core, trace, 0.0)
-        nothing = replace(trace, requests=())  # what is sent to it, it is given one by one
+        nothing = replace(trace, requests=())  # requests are added one by one
         self._feeder = Feeder(engine, self._executor, nothing, 0.0, self._recorder.refused)
 
     def join(self, meeting: _Meeting, in_step: bool) -> None:
@@ -150,7 +151,7 @@ class _Replica:
         self._feeder.take(request, request.arrival_time)
 
     def run(self, meeting: _Meeting) -> None:
-        """Run until all that was sent has ended, and nothing more will be."""
+        """Run until all requests have ended, and no more will be sent."""
         try:
             meeting.opened.wait()
             while self.core.has_unfinished() or meeting.next_s < math.inf:
@@ -173,42 +174,42 @@ class _Replica:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A replica's step that is to run together with those of others. Seconds."""
+    """A replica's step that runs together with those of others. Times in seconds."""
 
     ready_s: float
     seconds: float
-    started_s: float | None = None  # None: it doesn't run yet
+    started_s: float | None = None  # None: not running yet
 
 
 class _Meeting:
-    """The instants at which all replicas are looked at: their loads are reported, a request comes and is routed, or a step begins
-    that all run together.
+    """Synchronizes replicas at the instants at which all are inspected: their loads are reported, a request is routed, or a step starts that all run
+    together.
 
-    A replica that comes to one waits. Once all do, the last to come does what is due first: nothing can happen any more that comes before it.
+    A replica that reaches one waits. Once all do, the last one performs the earliest due action: nothing earlier can happen any more.
     """
 
     def __init__(self, members: Sequence[_Replica], trace: Trace, router: Router, progress: Progress) -> None:
         self._members, self._router, self._progress = members, router, progress
         self._requests = len(trace)
-        self._loads: list[ReplicaLoad] = []  # as last reported
+        self._loads: list[ReplicaLoad] = []  # most recently reported
         self._agenda = self._instants(trace)
         self.next_s, self._arriving = next(self._agenda, OVER)
         self._changed = Condition()
-        self._present, self._held = len(members), 0  # replicas that still run; instants of the agenda that are past
-        self._blocked = 0  # replicas that wait here
-        self._steps: list[_Waiting] = []  # of some of these
-        self._ended_s = -math.inf  # when the last step that all ran ended
+        self._present, self._held = len(members), 0  # replicas still running; instants of the agenda that have passed
+        self._blocked = 0  # replicas waiting here
+        self._steps: list[_Waiting] = []  # of some of these replicas
+        self._ended_s = -math.inf  # end of the last common step
         self._broken = False
-        self.opened = Event()  # once all threads have been started: a thread pool that is interrupted while it starts one forgets it
+        self.opened = Event()  # set once all threads are started: a thread pool interrupted while starting one would forget it
 
     def attend(self) -> None:
-        """Wait until all replicas are at `next_s`, and what is due then is done."""
+        """Wait until all replicas have reached `next_s` and the actions due then are done."""
         with self._changed:
             held = self._held
             self._block(lambda: self._held > held)
 
     def run_together(self, ready_s: float, seconds: float) -> tuple[float, float]:
-        """Wait until a step begins that all replicas run together, at `ready_s` or later. Return when it does, and how long it takes."""
+        """Wait for the start of a step that all replicas run together, at `ready_s` or later. Returns (start, duration)."""
         own = _Waiting(ready_s, seconds)
         with self._changed:
             self._steps.append(own)
@@ -217,19 +218,19 @@ class _Meeting:
         return own.started_s, own.seconds
 
     def leave(self) -> None:
-        """Let the others not wait for one that has come to its end."""
+        """Deregister a replica that has ended, so that others don't wait for it."""
         with self._changed:
             self._present -= 1
             if self._present and self._blocked == self._present:
                 self._act()
 
     def check(self) -> None:
-        """Raise `BrokenMeetingError` if the run was broken off, which a replica that meets nobody any more wouldn't notice."""
+        """Raise `BrokenMeetingError` if the run was aborted, which a replica past its last meeting wouldn't notice."""
         if self._broken:
             raise BrokenMeetingError("another replica has failed, or the run was interrupted")
 
     def break_off(self) -> None:
-        """Let the replicas end, since one has failed or the run was interrupted."""
+        """Abort all replicas, since one has failed or the run was interrupted."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
@@ -244,7 +245,7 @@ class _Meeting:
             self.check()
 
     def _act(self) -> None:
-        """Do what is due first, and release those who waited for it."""
+        """Perform the earliest due action, and release the replicas that waited for it."""
         start = max(min((step.ready_s for step in self._steps), default=math.inf), self._ended_s)
         if start < self.next_s:
             ready = [step for step in self._steps if step.ready_s <= start]
@@ -262,7 +263,7 @@ class _Meeting:
             self.next_s, self._arriving = next(self._agenda, OVER)
             self._held += 1
             self._blocked = len(self._steps)
-            if self._blocked == self._present:  # nobody waited for this instant but those who wait for a step
+            if self._blocked == self._present:  # only replicas that wait for a step were waiting for this instant
                 self._act()
         self._changed.notify_all()
 
@@ -272,7 +273,7 @@ class _Meeting:
         told = self._router.choose(seen, [replace(load) for load in self._loads])
         try:
             chosen = operator.index(told)
-        except TypeError:  # 1.0 is equal to a replica's number, but names none
+        except TypeError:  # 1.0 equals a replica's index, but isn't one
             chosen = -1
         if chosen not in range(len(self._members)):
             raise ConfigError(f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {told!r}")
@@ -281,7 +282,7 @@ class _Meeting:
         self._members[chosen].take(request)
 
     def _instants(self, trace: Trace) -> Iterator[tuple[float, TraceRequest | None]]:
-        """Yield when to meet, in order, and the request that arrives then; None: loads are reported."""
+        """Yield (instant, request that arrives then) in order; None: loads are reported."""
         reported_s = -math.inf
         for request in trace:
             due_s = self._router.reports_at(request.arrival_time)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="run.json …", help="Runs, as `dovetail lab run --out` writes them.")],
+    files: Annotated[list[Path], typer.Argument(metavar="run.json …", help="Runs written by `dovetail lab run --out`.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where to write report.html, its figures and tables.")],
 ) -> None:
-    """Make a report of runs; runs of the same requests under several policies are compared."""
+    """Create a report of runs; runs of the same requests under several policies are compared."""
     need("scipy", "matplotlib", "jinja2")
     from dovetail_lab.records import RunResult
     from dovetail_lab.report.page import Report, write_report

@@ -1,7 +1,7 @@
-"""`Rig`: it makes a real engine run steps of chosen kinds, and notes how long each took, for `calibrate`.
+"""`Rig`: makes a real engine run chosen kinds of steps, and records the time of each, for `calibrate`.
 
-The engine is whole: its core plans, its KV-cache manager gives out blocks, its executor computes, overlap included. Only the policy is ours, so that
-a step holds what is asked for, and the executor is looked over its shoulder.
+The engine is complete: its core plans, its KV-cache manager allocates blocks, its executor computes, with overlap. Only the policy is replaced, so
+that a step contains what is requested, and the executor is wrapped by a `Probe`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dovetail.errors import DovetailError
 from dovetail.sampling_params import OutputKind
 from dovetail_lab.step_time import StepShape
 
-NEVER = 1 << 30  # tokens: more than any request has room for
+NEVER = 1 << 30  # tokens: more than any request can have
 
 
 @dataclass(slots=True)
@@ -29,24 +29,24 @@ class Sighting:
     """One step. Times are seconds on the engine's clock."""
 
     shape: StepShape
-    planned: float  # when the core was asked for a step
+    planned: float  # when the core was called for a step
     submitted: float
-    launched: float  # when the executor had it
-    asked: float = 0.0  # when the core began to wait for its end
-    started: float = 0.0  # this and the next as the executor says, which looks at the clock when it is asked
+    launched: float  # when the executor had received it
+    asked: float = 0.0  # when the core started to wait for its end
+    started: float = 0.0  # this and `ended` are the executor's, which reads the clock when called
     ended: float = 0.0
-    delivered: float = 0.0  # 0: nobody was left to get its tokens
-    added: int = 0  # requests that took a row
-    sampled: int | None = None  # rows that yield a token; None: not noted
-    rehearsed: bool = False  # not of the grid, but of the workload after it (`rehearsal`)
+    delivered: float = 0.0  # 0: no request was left to receive its tokens
+    added: int = 0  # number of requests that took a row
+    sampled: int | None = None  # number of rows that yield a token; None: not recorded
+    rehearsed: bool = False  # part of the rehearsal, not of the grid
 
 
 class TimeIsUpError(Exception):
-    """The time for measuring has passed."""
+    """The time limit for measuring has passed."""
 
 
 class Probe(Executor):
-    """A wrapper of an executor that notes its calls and results."""
+    """Wraps an executor and records its calls and results."""
 
     def __init__(self, inner: Executor, rows: int) -> None:
         super().__init__(inner.options, inner.context)
@@ -87,9 +87,9 @@ class Probe(Executor):
 
 
 class _Script(Scheduler):
-    """A policy that grants all decodes, and at most `chunk` tokens of prompts, in order of arrival."""
+    """Grants all decodes, and at most `chunk` prompt tokens, in order of arrival."""
 
-    claims = Claims(paced=False)  # a step is measured as it was asked for
+    claims = Claims(paced=False)  # steps must be computed as requested
     chunk = NEVER
 
     def schedule(self, step: Step) -> None:
@@ -106,10 +106,10 @@ class _Script(Scheduler):
 
 
 class Rig:
-    """Control of an engine: its executor is replaced for good, its policy until `give_back`."""
+    """Control of an engine: its executor is wrapped permanently, its policy replaced until `give_back`."""
 
     def __init__(self, engine: LLMEngine, until: float) -> None:
-        """`until`: on the machine's monotonic clock."""
+        """`until`: time limit on the machine's monotonic clock."""
         config, capacity = engine.config, engine.capacity
         self.engine, self._until = engine, until
         context = SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
@@ -119,13 +119,13 @@ class Rig:
         engine.core.swap(scheduler=self._script, executor=self.probe)
         self._random = np.random.default_rng(config.seed)
         self._made = 0
-        self._streaming: set[str] = set()  # requests that have their first token, and aren't finished
+        self._streaming: set[str] = set()  # requests with a first token that aren't finished
         self._alive: set[str] = set()
-        self.taking_in: list[float] = []  # seconds that the engine took for each request
+        self.taking_in: list[float] = []  # seconds spent on accepting each request
 
     @property
     def sightings(self) -> list[Sighting]:
-        """The complete sightings, in order."""
+        """Complete sightings, in order."""
         return self.probe.collected
 
     def has_seats_for(self, prompts: Sequence[int]) -> bool:
@@ -133,7 +133,7 @@ class Rig:
         return len(self._streaming) + len(prompts) <= self.engine.config.max_num_seqs
 
     def grow(self, rows: int, context: int, chunk: int = NEVER) -> None:
-        """Add requests until `rows` decode; new ones have `context` tokens, prefilled in chunks beside the decodes."""
+        """Add requests until `rows` are decoding; new ones have `context` tokens, prefilled in chunks beside the decodes."""
         self._script.chunk = chunk
         room = self.engine.capacity.max_model_len - context
         names = [self._add(context, room) for _ in range(rows - len(self._streaming))]
@@ -141,12 +141,12 @@ class Rig:
         self._script.chunk = NEVER
 
     def decode(self, steps: int) -> None:
-        """Run a number of steps with the decoding requests."""
+        """Run `steps` steps with the decoding requests."""
         end = len(self.sightings) + steps
         self._run(lambda: len(self.sightings) >= end)
 
     def inject(self, prompts: Sequence[int], then: int = 0, chunk: int = NEVER) -> None:
-        """Prompts of so many tokens join those that decode, if anybody does, in one step or in chunks; `then` steps of decodes follow."""
+        """Add prompts of the given numbers of tokens to the decoding requests, if any, in one step or in chunks; then run `then` decode steps."""
         self._script.chunk = chunk
         names = [self._add(tokens, 1) for tokens in prompts]
         self._run(lambda: self._alive.isdisjoint(names))
@@ -163,7 +163,7 @@ class Rig:
             self.engine.core.step()
 
     def give_back(self) -> None:
-        """The engine plans by its own policy again, and nobody is left; its executor is still looked over its shoulder."""
+        """Abort all requests and restore the engine's own policy; the executor stays wrapped."""
         self.clear()
         self.engine.core.swap(scheduler=self._policy)
 

@@ -29,9 +29,9 @@ def run(
     trace: TraceArgument,
     options: WorkloadOptions,
     routed: ReplicaOptions,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}: every request and every step.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}, with every request and step.")] = None,
     goodput: Annotated[
-        str | None, typer.Option("--goodput", metavar="METRIC<LIMIT,…", help='Count the requests that keep limits: "ttft<0.5,tpot<50ms".')
+        str | None, typer.Option("--goodput", metavar="METRIC<LIMIT,…", help='Count the requests that meet limits: "ttft<0.5,tpot<50ms".')
     ] = None,
     step_time: StepTime = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own

@@ -1,5 +1,5 @@
-"""Replay a trace through an engine and keep what happened: `replay`. With the executor `simulated` time is virtual and the result the same in every
-run; with any other the same requests are sent in real time."""
+"""`replay`: run a trace through an engine and record it. With the executor `simulated`, time is virtual and every run has the same result; with any
+other, the same requests are sent in real time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from dovetail.engine.flight import Delivery
 
 SIMULATED = ("simulated", "dovetail:simulated")  # the executor's names
-STORM_STEPS = 1_000  # over which the engine itself watches, too
-LEAD_S = 0.1  # real time between the engine's start and the trace's
-UNREAD_MODEL = "demo"  # a simulation reads no model: any that is always there will do
+STORM_STEPS = 1_000  # same window as the engine's own warning
+LEAD_S = 0.1  # real time between the start of the engine and of the trace
+UNREAD_MODEL = "demo"  # a simulation loads no model: any bundled one will do
 
-Progress = Callable[[int, int], None]  # (requests finished, of all)
+Progress = Callable[[int, int], None]  # (requests finished, total)
 
 
 def replay(
@@ -40,11 +40,12 @@ def replay(
     registry: Registry | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
-    """Every request of `trace`, at its time, through the engine that `config` describes.
+    """Run every request of `trace`, at its time, through the engine that `config` describes.
 
-    Policies see a request's `limit` as its `max_tokens`; when it really ends, the simulated executor alone knows, and tells by a stop token. A real
-    executor can't be told: there requests generate as many tokens as their limit says, and none may have a grammar. Raises what `LLMEngine` raises,
-    `ConfigError` for a grammar, and what ended the engine.
+    Policies see a request's `limit` as its `max_tokens`; only the simulated executor knows its true length, and samples a stop token there. A real
+    executor can't do that: requests generate as many tokens as their limit, and none may have a grammar. Raises the errors of `LLMEngine`,
+    `ConfigError`
+    for a grammar, and the error that ended the engine.
     """
     loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
     simulated = loaded.executor.name in SIMULATED
@@ -82,7 +83,7 @@ def replay(
 
 
 class _TraceClock(VirtualClock):
-    """A clock that reports each move of time, so that requests can be made when they are due."""
+    """Clock that reports each advance, so that requests can be created when they are due."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,8 +95,9 @@ class _TraceClock(VirtualClock):
 
 
 def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Callable[[Delivery], None]) -> None:
-    """Steps, until all that `feeder` brings has ended; `fed` is called when it has had its turn, `take` with what each step brought. The core is
-    driven directly: what matters here is when tokens come, and no texts are made of them. Raises what ended the engine."""
+    """Run steps until all requests of `feeder` have ended; `fed` is called after the feeder's turn, `take` with each step's delivery. The core is
+    driven
+    directly: only the times of tokens matter here, and no text is created. Raises the error that ended the engine."""
     while True:
         feeder.feed(core.clock.now())
         fed()
@@ -109,7 +111,7 @@ def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Calla
 
 
 def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
-    """Run to the end of the trace."""
+    """Run the trace to its end."""
     if executor is not None:
         core.plan_timing.plans_late = executor.options.plans_late
 
@@ -124,7 +126,7 @@ def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, r
 
 
 def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> dict[str, Any]:
-    """Return the `settings` of a run: the engine's config in full, and what follows from it."""
+    """Return the `settings` of a run: the engine's full config, and derived settings."""
     capacity, core = engine.capacity, engine.core
     return {
         "config": {key: _finite(value) for key, value in config.items() if key != "plugins"},
@@ -140,7 +142,7 @@ def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> d
 
 
 def _finite(value: Any) -> Any:
-    """Return plain values in which numbers that JSON lacks are written as YAML writes them: ".inf", ".nan"."""
+    """Return plain values with numbers that JSON lacks written as in YAML: ".inf", ".nan"."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -151,9 +153,9 @@ def _finite(value: Any) -> Any:
 
 
 def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterator[str]:
-    """Yield how the engine whose step times these are differed from the simulated one."""
+    """Yield differences between the engine that was measured and the simulated one."""
     if (factor := executor.options.step_time_factor) != 1:
-        yield f"every step takes {factor:.6g} times as long as its step times say"
+        yield f"step times are multiplied by {factor:.6g}"
     profile, here = executor.profile, core.max_in_flight
     if profile.max_in_flight not in (None, here):
         measured, simulated = (f"{'on' if steps > 1 else 'off'} (steps in flight: {steps})" for steps in (profile.max_in_flight, here))
@@ -161,12 +163,12 @@ def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterato
 
 
 def notes_of(records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int) -> Iterator[str]:
-    """Yield what a reader of the run should know. `cut`: requests that would have generated more than fits the engine."""
+    """Yield notes for readers of the run. `cut`: number of requests that would have generated more than the engine supports."""
     refused = [record for record in records if record.finish_reason == "rejected" and record.first_scheduled_s is None]
     if refused:
         yield f"{len(refused)} requests were rejected before they ran, the first ({refused[0].id}) because {refused[0].stop_reason}"
     storms = timeline.storms(STORM_STEPS)
     if storms:
-        yield f"{storms} times {STORM_STEPS:,} steps in a row recomputed more tokens after preemptions than they computed anew"
+        yield f"{storms} times, {STORM_STEPS:,} consecutive steps recomputed more tokens after preemptions than they computed for the first time"
     if cut:
-        yield f"{cut} requests would generate more than max_model_len {max_model_len} has room for, and end there"
+        yield f"{cut} requests would exceed max_model_len {max_model_len}, and end there"

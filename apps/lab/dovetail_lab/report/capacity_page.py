@@ -25,7 +25,7 @@ def capacity_page(
     command: str,
     files: Mapping[str, str],
 ) -> Curves:
-    """Make the page. `own_rate`: requests a second of the trace as it is."""
+    """Create the page. `own_rate`: requests per second of the unscaled trace."""
     wanted = ", ".join(map(str, objectives))
     return Curves(
         title=f"{', '.join(found)} on {trace}: rates that meet {wanted}",
@@ -42,7 +42,7 @@ def capacity_page(
 
 def _drawings(found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> list[Drawing]:
     def curves(place: int, figure: str) -> dict[str, list[Point]]:
-        """`figure`: "value" or "share" of the objective at that place."""
+        """Return the curves of the objective at index `place`. `figure`: "value" or "share"."""
         return {
             name: [Point(trial.scale * own_rate, getattr(trial.judged[place], figure), trial.judged[place].met) for trial in of_engine.trials]
             for name, of_engine in found.items()

@@ -15,12 +15,12 @@ from dovetail_lab.report.html import write_page
 from dovetail_lab.report.style import INK, PAPER, STYLES, Drawing, dot_of, key_in, line_of, make, name_lines, plain_log_ticks, styled
 
 _COLUMNS = 2
-_WIDE = 8.0  # a logarithmic axis where the largest value is so many times the smallest
+_WIDE = 8.0  # ratio of largest to smallest value from which an axis is logarithmic
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One point of a curve. `met`: whether the objective that its panel is about was met; None: there is none."""
+    """One point of a curve. `met`: whether the panel's objective was met; None: no objective."""
 
     x: float
     y: float  # infinite: beyond any axis
@@ -29,17 +29,17 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One metric over the rate: a curve for each engine, by name. All panels of a figure have the same engines, in the same order."""
+    """One metric over the rate, with a curve per engine, by name. All panels of a figure have the same engines, in the same order."""
 
     title: str
     curves: Mapping[str, Sequence[Point]]
-    limit: float | None = None  # an objective's, drawn across
-    share: bool = False  # from 0 to 1, on an axis in per cent
+    limit: float | None = None  # of an objective, drawn as a line
+    share: bool = False  # from 0 to 1, on a percent axis
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of texts. The first `names` columns name what the row is about."""
+    """A table of texts. The first `names` columns are row labels."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -48,17 +48,17 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """The content of a page. `engines` have a name for each curve, or one for the whole sweep."""
+    """Content of a page. `engines`: one per curve, or one for the whole sweep."""
 
     title: str
     command: str
-    introduction: str  # what was run, in a sentence
-    answers: Sequence[str]  # in words, without full stops
+    introduction: str  # description of the runs, one sentence
+    answers: Sequence[str]  # sentences without full stops
     cautions: Sequence[str]
     engines: Sequence[Engine]
     drawings: Sequence[Drawing]
     table: Table
-    absent: str = ""  # why there is no figure
+    absent: str = ""  # reason if there is no figure
     files: Mapping[str, str] = field(default_factory=dict)  # CSV by file name
 
 

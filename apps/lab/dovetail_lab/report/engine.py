@@ -26,6 +26,6 @@ class Engine:
 
     @classmethod
     def of(cls, name: str, runs: Sequence[RunResult]) -> Engine:
-        """From its runs, of which there is one at least: settings are the first one's, notes those of all."""
+        """Describe an engine by its runs, at least one: settings of the first, notes of all."""
         notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
         return cls(name, runs[0].settings, conditions(runs[0]), source_of_times(runs[0].step_times), notes)

@@ -18,12 +18,12 @@ from dovetail_lab.report.style import MUTED, Drawing, dot_of, line_of, make, nam
 Floats = npt.NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunResult]]
 
-BINS = 400  # of a line over time
-POINTS = 250  # of a distribution's line
-WINDOW_S = 60.0  # for service of clients, as in the VTC paper
-CENTRES = 120  # of such windows
+BINS = 400  # per line over time
+POINTS = 250  # per distribution
+WINDOW_S = 60.0  # window for the service of clients, as in the VTC paper
+CENTRES = 120  # number of such windows
 CLIENTS = 12  # shown by name
-SERVED = 6  # whose service is drawn
+SERVED = 6  # number of clients with a drawn service
 
 
 def latencies(runs: Runs) -> Drawing | None:
@@ -69,7 +69,7 @@ def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
 
 
 def over_time(runs: Runs) -> Drawing | None:
-    """Draw waiting and running requests and the KV pool, for each policy's first run."""
+    """Draw waiting requests, running requests and the KV pool, for each policy's first run."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     if not any(len(run.timeline) for run in firsts.values()):
         return None
@@ -95,7 +95,8 @@ def over_time(runs: Runs) -> Drawing | None:
 
 
 def held_means(times: Floats, values: Floats, end: float, bins: int = BINS) -> tuple[Floats, Floats]:
-    """Return the means over `bins` equal parts of [0, end] of a function that is 0 at first and `values[i]` from `times[i]` on; and the middles."""
+    """Return the means over `bins` equal parts of [0, end] of a step function, initially 0 and `values[i]` from `times[i]` on; and the bins'
+    centers."""
     edges = np.linspace(0, end, bins + 1)
     knots = np.concatenate([[0.0], times, [max(end, times[-1] if len(times) else 0.0)]])
     area = np.concatenate([[0.0], np.cumsum(np.concatenate([[0.0], values]) * np.diff(knots))])
@@ -103,7 +104,7 @@ def held_means(times: Floats, values: Floats, end: float, bins: int = BINS) -> t
 
 
 def work(runs: Runs) -> Drawing | None:
-    """Draw cumulative preemptions, recomputed tokens and cache hits, without those that didn't occur."""
+    """Draw cumulative preemptions, recomputed tokens and cache hits, omitting those that didn't occur."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     chosen = [column for column in _WORK if any(getattr(run.timeline, column).any() for run in firsts.values())]
     if not chosen:
@@ -136,7 +137,7 @@ _WORK = {"preemptions": "preemptions", "recomputed_tokens": "tokens recomputed a
 
 
 def clients(runs: Runs) -> Drawing | None:
-    """Draw each client's wait, and how unequal service is; None for a trace of one client."""
+    """Draw each client's TTFT, and the inequality of service; None for a trace with one client."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     shares = _client_shares(next(iter(firsts.values())))
     if len(shares) < 2:
@@ -169,7 +170,7 @@ def clients(runs: Runs) -> Drawing | None:
 
 
 def service(runs: Runs) -> Drawing | None:
-    """Draw the service over time of the clients with most work; None for a trace of one client."""
+    """Draw the service over time of the clients with most work; None for a trace with one client."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     shares = _client_shares(next(iter(firsts.values())))
     if len(shares) < 2:
@@ -206,12 +207,12 @@ def service(runs: Runs) -> Drawing | None:
 
 
 def _window(end_s: float) -> float:
-    """Return the window of the VTC paper, or a tenth of a run that is too short for it."""
+    """Return the window of the VTC paper, or a tenth of the run if it is too short for that."""
     return min(WINDOW_S, end_s / 10)
 
 
 def _client_shares(run: RunResult) -> dict[str | None, float]:
-    """Return client -> its share of the service that all requests ask for, the largest first."""
+    """Return each client's share of the service demanded by all requests, largest first."""
     asked: dict[str | None, float] = {}
     for record in run:
         asked[record.client] = asked.get(record.client, 0.0) + record.prompt_tokens + 2 * record.true_tokens
@@ -235,7 +236,7 @@ def _client(name: str | None) -> str:
 
 
 def _nudge(index: int, count: int) -> float:
-    """Return an offset so that dots of the same value don't hide each other."""
+    """Return an offset that keeps dots of equal value from hiding each other."""
     return 0.0 if count == 1 else (index / (count - 1) - 0.5) * 0.4
 
 
@@ -252,7 +253,7 @@ def _pool(run: RunResult) -> int:
 
 
 def _thinned(count: int) -> npt.NDArray[np.intp]:
-    """Return about `BINS` indices of a column, with the last among them."""
+    """Return about `BINS` indices of a column, including the last."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, BINS)).astype(np.intp))
 
 

@@ -1,4 +1,4 @@
-"""The figure of a comparison: each change with its interval."""
+"""Figure of a comparison: each change with its interval."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from dovetail_lab.compare import Comparison, Line
 from dovetail_lab.report.style import INK, MUTED, PAPER, Drawing, color_of, make, styled
 from dovetail_lab.step_error import Repeated
 
-_LEAST = 0.05  # an axis reaches at least so far to either side
+_LEAST = 0.05  # an axis extends at least this far to either side
 _STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
 _TICKS = (-99, -95, -90, -80, -67, -50, -33, 0, 50, 100, 200, 400, 900, 1_900, 4_900, 9_900)  # per cent, where changes are large
-_LARGE = 0.7  # |log(1 + change)| from which on the axis is logarithmic: half, or double
+_LARGE = 0.7  # |log(1 + change)| from which the axis is logarithmic: half, or double
 
 
 def forest(comparison: Comparison, repeated: Repeated | None = None) -> Drawing:
-    """Draw the changes with their intervals, and with ticks those at other step times. Positions are logarithms of ratios, so that half is as far to
-    the left as double to the right."""
+    """Draw the changes with their intervals, and as ticks those at other step times. Positions are logarithms of ratios, so that half is as far to
+    the
+    left as double to the right."""
 
     def elsewhere(index: int, line: Line) -> list[Line]:
         return [] if repeated is None else [other for _, other in repeated.elsewhere(index, line)]

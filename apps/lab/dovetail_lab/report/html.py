@@ -50,7 +50,7 @@ def write_page(
 
 
 def _breakable(text: str) -> Markup:
-    """Let a column's title break after underscores, so that a table of many columns fits the page."""
+    """Allow line breaks after underscores in a column's title, so that wide tables fit the page."""
     return Markup(escape(text).replace("_", Markup("_<wbr>")))
 
 
@@ -60,7 +60,7 @@ def _unbroken(text: str) -> str:
 
 
 def _notes(engines: Sequence[Engine]) -> list[str]:
-    """Return each note once, with the names of the engines that have it, unless all do."""
+    """Return each note once, prefixed with the names of the engines that have it, unless all do."""
     names: dict[str, list[str]] = {}
     for engine in engines:
         for note in engine.notes:
@@ -69,7 +69,7 @@ def _notes(engines: Sequence[Engine]) -> list[str]:
 
 
 def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return each dotted key whose value isn't the same for all engines, with the value of each, in their order."""
+    """Return each dotted key with different values between engines, with the value of each engine."""
     flat = [dict(_flat("", one)) for one in settings.values()]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [one.get(key, MISSING) for one in flat]) for key in keys]

@@ -26,7 +26,7 @@ _COLUMNS = ("mean", "p50", "p90", "p99")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The content of a report: runs by policy, one for each seed."""
+    """Content of a report: runs by policy, one per seed."""
 
     title: str
     command: str
@@ -92,7 +92,7 @@ def _tables(report: Report) -> dict[str, str]:
 
 
 def _requests(runs: Mapping[str, Sequence[RunResult]]) -> str:
-    """Return how many requests there were, in words: once, if all policies had the same."""
+    """Return the number of requests in words: once if all policies had the same."""
     says = {name: _requests_of(of_policy) for name, of_policy in runs.items()}
     if len(set(says.values())) == 1:
         return next(iter(says.values()))
@@ -109,7 +109,7 @@ def _requests_of(runs: Sequence[RunResult]) -> str:
 
 
 def _latency_rows(metric: str, measured: Mapping[str, Sequence[RunMetrics]]) -> list[tuple[str, list[str]]]:
-    """Return a latency's row for each policy: means over its seeds of each run's figure."""
+    """Return a latency's row for each policy: means over seeds of each run's value."""
 
     def figure(metrics: RunMetrics, column: str) -> float:
         summary = metrics.latencies[metric]
@@ -120,7 +120,7 @@ def _latency_rows(metric: str, measured: Mapping[str, Sequence[RunMetrics]]) -> 
 
 
 def _counts(runs: Mapping[str, Sequence[RunResult]], measured: Mapping[str, Sequence[RunMetrics]]) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Return the titles of the columns, and a row for each policy: counts are sums over its seeds, rates and shares means."""
+    """Return the column titles, and a row per policy: counts are summed over seeds, rates and shares are averaged."""
 
     def total(figure: str) -> list[str]:
         return [f"{sum(getattr(one, figure) for one in of_policy):,}" for of_policy in measured.values()]
@@ -154,7 +154,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _absent(drawings: Sequence[Drawing]) -> list[str]:
-    """Return a sentence for each figure that would have been empty."""
+    """Return a sentence for each figure that is omitted because it would be empty."""
     names = {drawing.name for drawing in drawings}
     absent = {
         "latencies": "No request completed: there are no latencies.",
@@ -166,7 +166,7 @@ def _absent(drawings: Sequence[Drawing]) -> list[str]:
 
 
 def as_json(found: Comparison, repeated: Repeated | None = None) -> dict[str, Any]:
-    """Return plain values for other programs, with None for missing ones."""
+    """Return the comparison as plain values for JSON, with None for missing ones."""
 
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""`Drawing`, the style of a report's figures, and their export as PNG and SVG. An SVG takes its colours from the page: light, dark or print."""
+"""`Drawing`, the style of a report's figures, and their export as PNG and SVG. SVGs take their colors from the page: light, dark or print."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-# Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper; told apart by all common kinds of colour vision.
+# Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper; distinguishable with all common kinds of color vision.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 2.2)), (0, (6, 2, 1.3, 2)))  # so that lines which coincide show through each other
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 2.2)), (0, (6, 2, 1.3, 2)))  # so that coinciding lines show through each other
 MARKERS = ("o", "s", "^", "D", "v", "P")
-STYLES = len(SERIES) * len(DASHES)  # of lines: all of them differ
+STYLES = len(SERIES) * len(DASHES)  # number of distinct line styles
 INK, MUTED, GRID, PAPER = "#1c2126", "#6b727b", "#dde1e6", "#fefefe"
 _VARIABLES = {
     INK: "var(--ink)",
@@ -32,9 +32,9 @@ _VARIABLES = {
 
 WIDTH_IN = 7.4
 _PNG_DPI = 160
-_KEY_CHARACTERS = 95  # that fit beside each other
+_KEY_CHARACTERS = 95  # per line
 _SETTINGS: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # matplotlib's own: the same everywhere
+    "font.family": "DejaVu Sans",  # bundled with matplotlib: the same everywhere
     "font.size": 8.5,
     "axes.titlesize": 9,
     "axes.titleweight": "bold",
@@ -70,9 +70,9 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A figure with its title and a caption that says how to read it."""
+    """A figure with its title and a caption that explains how to read it."""
 
-    name: str  # of its files
+    name: str  # base name of its files
     title: str
     caption: str
     figure: Figure
@@ -80,7 +80,7 @@ class Drawing:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply the style; figures are made and saved within this context."""
+    """Apply the style; figures must be created and saved within this context."""
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
         yield
 
@@ -90,27 +90,28 @@ def color_of(index: int) -> str:
 
 
 def line_of(index: int) -> dict[str, Any]:
-    """Return the line style of the index-th policy, the same in every figure: `STYLES` policies differ. The first is a broad pale band below the
-    others, who have gaps: where curves coincide, each shows through the gaps of those above it."""
-    dash = (index + index // (2 * len(SERIES))) % len(DASHES)  # six colours and four dashes alone would repeat after twelve
+    """Return the line style of the index-th policy, the same in every figure; `STYLES` policies have distinct ones. The first is a broad pale band
+    below
+    the others, which have gaps: where curves coincide, each shows through the gaps of those above it."""
+    dash = (index + index // (2 * len(SERIES))) % len(DASHES)  # without the shift, six colors and four dashes would repeat after twelve
     broad: dict[str, Any] = {} if index else {"linewidth": 3.6, "alpha": 0.45, "solid_capstyle": "butt"}
     return {"color": color_of(index), "linestyle": DASHES[dash], "linewidth": 1.5, "zorder": 2 + index / 100, **broad}
 
 
 def dot_of(index: int) -> dict[str, Any]:
-    """Return the style of the index-th policy's dots. The first's are larger, so that they can be seen below others."""
+    """Return the style of the index-th policy's dots. The first's are larger, so that they are visible below others."""
     return {"color": color_of(index), "marker": MARKERS[index % len(MARKERS)], "linestyle": "none", "markersize": 4.0 if index else 6.5}
 
 
 def make(rows: int, columns: int, height_in: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """Make a figure and its panels, row by row."""
+    """Create a figure and its panels, row by row."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(panels.ravel())
 
 
 def key_in(names: Sequence[str]) -> float:
-    """Return the height of `name_lines` in inches, for figures that may have many."""
+    """Return the height of the legend of `name_lines` in inches, for figures that may have many names."""
     return 0.17 * -(-len(names) // _key_columns(names)) if len(names) > 1 else 0.0
 
 
@@ -119,7 +120,7 @@ def _key_columns(names: Sequence[str]) -> int:
 
 
 def name_lines(figure: Figure, names: Sequence[str], *, dots: bool = False) -> None:
-    """Add a legend above a figure's panels, with each name in the colour of its line; none for a single policy. `dots`: with its dots, too."""
+    """Add a legend above a figure's panels, with each name in the color of its line; none for a single policy. `dots`: show dots, too."""
     if len(names) > 1:
         lines = [Line2D([], [], **{**(dot_of(index) if dots else {}), **line_of(index)}) for index in range(len(names))]
         columns = _key_columns(names)
@@ -129,14 +130,14 @@ def name_lines(figure: Figure, names: Sequence[str], *, dots: bool = False) -> N
 
 
 def plain_log_ticks(axis: Axis, subs: Sequence[float], most: int) -> None:
-    """Label a log axis in plain numbers: `subs` of each decade, about `most` labels."""
+    """Label a log axis with plain numbers: `subs` of each decade, about `most` labels."""
     axis.set_major_locator(LogLocator(subs=subs, numticks=most))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def lay_out(figure: Figure) -> None:
-    """Lay a figure out once, for all the formats that it is saved in."""
+    """Lay out a figure once for all file formats."""
     with styled():
         figure.draw_without_rendering()
     figure.set_layout_engine("none")
@@ -150,7 +151,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, prefix: str) -> str:
-    """Return an SVG to embed in a page: with colours as the page's variables, only ids that begin with `prefix`, and text as text."""
+    """Return an SVG to embed in a page: colors as CSS variables, all ids prefixed with `prefix`, and text as text."""
     buffer = io.StringIO()
     with styled():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

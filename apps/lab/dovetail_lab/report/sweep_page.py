@@ -25,7 +25,7 @@ def sweep_page(
     command: str,
     files: Mapping[str, str],
 ) -> Curves:
-    """Make the page. `results`: one for each point of the grid, means over `seeds`; `name`: the engine's."""
+    """Create the page. `results`: one per point of the grid, means over `seeds`; `name`: the engine's."""
     axis = _axis(results)
     drawings = [] if axis is None else _drawings(name, results, axis, objectives, seeds)
     over = f", means over {seeds} seeds" if seeds > 1 else ""
@@ -88,7 +88,7 @@ def _drawings(name: str, results: Sequence[GridResult], axis: str, objectives: S
 
 
 def _name(name: str, result: GridResult, axis: str) -> str:
-    """Return a curve's name: its settings, without the axis; the engine's name if there are no others."""
+    """Return a curve's name: its settings without the axis, or the engine's name if there are none."""
     return ", ".join(f"{key}={value}" for key, value in result.point.values.items() if key != axis) or name
 
 

@@ -1,4 +1,4 @@
-"""The report's numbers as CSV: in full precision and seconds, with empty cells for missing ones."""
+"""The report's numbers as CSV: full precision, seconds, empty cells for missing values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REQUEST_COLUMNS: Mapping[str, Callable[[RequestRecord], Cell]] = {
 
 
 def requests(runs: Runs) -> str:
-    """Return a line for each request, policy and seed."""
+    """Return CSV with a line per request, policy and seed."""
     return as_csv(
         ("policy", "seed", *_REQUEST_COLUMNS),
         (
@@ -50,7 +50,7 @@ def requests(runs: Runs) -> str:
 
 
 def clients(runs: Runs) -> str:
-    """Return a line for each client, policy and seed; `service` is input + 2 x output tokens of its completed requests."""
+    """Return CSV with a line per client, policy and seed; `service` is input + 2 x output tokens of its completed requests."""
     header = ("policy", "seed", "client", "requests", "completed", "prompt_tokens", "output_tokens", "service", "ttft_mean_s", "e2e_mean_s")
     return as_csv(header, (row for name, of_policy in runs.items() for run in of_policy for row in _clients(name, run)))
 
@@ -67,7 +67,7 @@ def _clients(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 
 def summary(runs: Runs) -> str:
-    """Return a line for each figure, policy and seed."""
+    """Return CSV with a line per metric, policy and seed."""
     return as_csv(
         ("policy", "seed", "metric", "statistic", "value"),
         (row for name, of_policy in runs.items() for run in of_policy for row in _figures(name, run)),
@@ -86,7 +86,7 @@ def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 
 def timeline(runs: Runs) -> str:
-    """Return the data of the figure over time, for every run: means over equal intervals."""
+    """Return the data of the figure over time as CSV, for every run: means over equal intervals."""
     return as_csv(
         ("policy", "seed", "time_s", "waiting", "running", "kv_held_blocks"),
         (row for name, of_policy in runs.items() for run in of_policy for row in _stretches(name, run)),
@@ -104,7 +104,7 @@ def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 
 def comparison(found: Comparison, repeated: Repeated | None = None) -> str:
-    """Return a line for each change; the last three columns are of the comparison at other step times."""
+    """Return CSV with a line per change; the last three columns are from the comparison at other step times."""
     header = ("policy", "against", "metric", "statistic", "before", "after", "change", "low", "high", "measurable", "outcome")
     more = () if repeated is None else ("change_shorter_steps", "change_longer_steps", "survives")
     rows = ((*_change(versus, line), *_elsewhere(repeated, index, line)) for index, versus in enumerate(found.versus) for line in versus.lines)
