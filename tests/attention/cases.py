@@ -33,6 +33,10 @@ class Bench:
         kv_shape, q_shape = (case.kv_heads, case.head_size), (case.heads, case.head_size)
         self.k, self.v = ([[rng.normal(size=(n, *kv_shape)) for n in case.lens] for _ in case.windows] for _ in range(2))  # [layer][row]
         self.q = [[rng.normal(size=(n, *q_shape)) for n in case.queries] for _ in case.windows]
+        self.sinks = [rng.normal(1, 2, case.heads).astype(np.float32) if spec.sinks else None for spec in case.specs]
+        for layer, sinks in zip(self.layers, self.sinks, strict=True):
+            if sinks is not None:
+                layer.bind_sinks(torch.from_numpy(sinks).to(case.device))
         self.poison()
 
     def _table(self, labels: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -124,8 +128,10 @@ class Bench:
             for which, layers in enumerate((self.k, self.v))
         )
         return [
-            np.concatenate([attend_row(q, k, v, spec.scale, spec.window) for q, k, v in zip(self.q[i], kept_k[i], kept_v[i], strict=True)])
-            for i, spec in enumerate(self.case.specs)
+            np.concatenate(
+                [attend_row(q, k, v, spec.scale, spec.window, spec.softcap, sinks) for q, k, v in zip(self.q[i], kept_k[i], kept_v[i], strict=True)]
+            )
+            for i, (spec, sinks) in enumerate(zip(self.case.specs, self.sinks, strict=True))
         ]
 
 

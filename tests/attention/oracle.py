@@ -23,8 +23,10 @@ def kept_in_e4m3(values: Float64, scale: float) -> Float64:
     return E4M3[nearest] * float(np.float32(scale))
 
 
-def attend_row(q: Float64, k: Float64, v: Float64, scale: float, window: int | None) -> Float64:
-    """The last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and v [tokens, kv_heads, size] -> like q."""
+def attend_row(
+    q: Float64, k: Float64, v: Float64, scale: float, window: int | None, softcap: float | None = None, sinks: Float64 | None = None
+) -> Float64:
+    """The last len(q) of a row's tokens attend to all of it. q [queries, heads, size], k, v [tokens, kv_heads, size], sinks [heads] -> like q."""
     queries, heads, _ = q.shape
     tokens, kv_heads, _ = k.shape
     out = np.empty_like(q)
@@ -34,6 +36,10 @@ def attend_row(q: Float64, k: Float64, v: Float64, scale: float, window: int | N
         for head in range(heads):
             kv_head = head * kv_heads // heads
             scores = k[first : position + 1, kv_head] @ q[i, head] * scale
-            weights = np.exp(scores - scores.max())
-            out[i, head] = weights / weights.sum() @ v[first : position + 1, kv_head]
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            sink = -np.inf if sinks is None else sinks[head]
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            out[i, head] = weights / (weights.sum() + np.exp(sink - top)) @ v[first : position + 1, kv_head]
     return out

@@ -86,6 +86,19 @@ def test_copies_of_blocks_run_as_if_one_after_the_other(pairs: list[tuple[int, i
         assert cache[:12:2, 0, 0].tolist() == [2.0 * block for block in blocks]
 
 
+def test_sinks_that_do_not_fit_a_layer_are_refused_and_it_does_not_attend_without_them() -> None:
+    bench = Bench(TorchAttention, Case((0,), (5,), sinks=(True, False), windows=(None, None)))
+    with_sinks, without = bench.layers
+    with pytest.raises(DovetailError, match=r"layer 0: bind_sinks\(\) got a tensor of shape \[2\], expected 4 sinks"):
+        with_sinks.bind_sinks(torch.zeros(2))
+    with pytest.raises(DovetailError, match="its LayerSpec has no sinks"):
+        without.bind_sinks(torch.zeros(4))
+    bench.write((0,), (5,))
+    with_sinks.sinks = None
+    with pytest.raises(DovetailError, match=r"layer 0 has sinks, and attend\(\) was called before bind_sinks\(\)"):
+        with_sinks.attend(torch.zeros(5, 4, 8))
+
+
 def test_plan_before_prepare_is_an_error_that_says_so() -> None:
     backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 16))
     with pytest.raises(DovetailError, match=r"before allocate\(\) and prepare\(\)"):

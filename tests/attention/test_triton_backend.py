@@ -127,6 +127,11 @@ def test_rows_of_many_tiles_are_attended_as_defined(window: int | None) -> None:
     assert_as_defined(Case((0, 131, 5), (70, 33, 1), heads=2, kv_heads=1, windows=(window,)))
 
 
+@pytest.mark.parametrize(("sinks", "softcap"), [(True, None), (False, 2.0), (True, 0.5)])
+def test_sinks_and_capped_scores_are_attended_as_defined(sinks: bool, softcap: float | None) -> None:
+    assert_as_defined(Case((0, 51, 5), (40, 13, 1), heads=3, kv_heads=1, windows=(None, 30), sinks=(sinks, False), softcaps=(softcap,), padding=2))
+
+
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_any_number_of_heads_may_share_a_kv_head(group: int) -> None:
     assert_as_defined(Case((0, 20), (30, 1), heads=2 * group, kv_heads=2))
@@ -152,7 +157,7 @@ def test_a_row_of_many_parts_is_put_together_in_groups_of_groups(tokens: int, le
     monkeypatch.setattr(triton_backend, "MERGE_NUMBERS", 64)  # two parts at once
     monkeypatch.setattr(triton_backend, "LEAST_TOGETHER", 4)  # by one program
     monkeypatch.setattr(triton_schedule, "LEAST_KEYS", 16)
-    bench = triton_bench(Case((tokens - 1, 99, 2), (1, 1, 1), heads=2, kv_heads=1))
+    bench = triton_bench(Case((tokens - 1, 99, 2), (1, 1, 1), heads=2, kv_heads=1, sinks=(tokens != 600,)))
     assert isinstance(bench.backend, TritonAttention)
     bench.backend.tilings = replace(bench.backend.tilings, decode=lambda shape: DecodeTiling(16, 1, 1, 1))
     bench.backend.processors = 50
@@ -226,7 +231,8 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
     own: list[int], shared: int, chunk: int, group: int, processors: int, backend: type[SharingAttention]
 ) -> None:
     history = (*(shared * 16 + tokens - 1 for tokens in own), *([300] if chunk else []))
-    case = on_device(Case(history, (1,) * len(own) + ((chunk,) if chunk else ()), 16, 2 * group, 2, padding=2, windows=(None, 40)))
+    queries, sinks = (1,) * len(own) + ((chunk,) if chunk else ()), (chunk == 0,)
+    case = on_device(Case(history, queries, 16, 2 * group, 2, padding=2, windows=(None, 40), sinks=sinks))
     bench = Bench(backend, case)
     bench.backend.processors = processors  # type: ignore[attr-defined]
     bench.backend.prepare(max_rows=16, max_tokens=4096, max_len=512)

@@ -35,12 +35,22 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attend(
-    dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool, heads: int = 16, cache_dtype: str | None = None
+    dtype: str,
+    head_size: int,
+    block_size: int,
+    window: int | None,
+    mixed_graph: bool,
+    heads: int = 16,
+    cache_dtype: str | None = None,
+    sinks: bool = False,
+    softcap: float | None = None,
 ) -> TritonAttention:
     """A step of decodes with a shared prefix and of a prefill, as on an H200."""
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size, cache_dtype))
     backend.tilings, backend.processors = HOPPER, 132
-    layer = backend.make_layer(LayerSpec(0, heads, 8, head_size, head_size**-0.5, window))
+    layer = backend.make_layer(LayerSpec(0, heads, 8, head_size, head_size**-0.5, window, sinks, softcap))
+    if sinks:
+        layer.bind_sinks(torch.zeros(heads, dtype=backend.dtype))
     layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if cache_dtype else None
     backend.allocate(4)
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
@@ -86,13 +96,29 @@ def test_attention_compiles_within_the_shared_memory(
     assert "prefetch.global.L2" in names["decode_shares"].ptx
 
 
+@pytest.mark.parametrize(
+    ("head_size", "sinks", "softcap", "prefill"),
+    [(64, True, None, "prefill_hopper"), (256, False, 50.0, "prefill_tiles")],
+)
+@pytest.mark.slow
+def test_attention_with_sinks_or_capped_scores_compiles_within_the_shared_memory(
+    head_size: int, sinks: bool, softcap: float | None, prefill: str
+) -> None:
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    with compiling_for_hopper() as kernels:
+        attend("bfloat16", head_size, 16, None, False, heads=64, sinks=sinks, softcap=softcap)
+    assert {kernel.name for kernel in kernels} == {"scatter", "decode_shares", prefill, "copy_in_order", "attend_prefix"}
+    assert all(kernel.shared_bytes <= SHARED_MEMORY_BYTES and kernel.spilled_bytes == 0 for kernel in kernels)
+
+
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need(head_size: int) -> None:
     from dovetail_attention import triton_prefill_hopper
     from tests.attention.hopper import compiling_for_hopper
 
     with compiling_for_hopper() as kernels:
-        backend = attend("bfloat16", head_size, 16, None, True)
+        backend = attend("bfloat16", head_size, 16, None, True, sinks=head_size == 64)
         [schedule] = backend.planned.schedules.values()
         with pytest.raises(DovetailError, match="wrong numbers"):
             triton_prefill_hopper.check(schedule.shape, schedule.limits, schedule.prefill_tiling)

@@ -51,6 +51,14 @@ def test_when_no_backend_will_do_every_reason_of_each_is_told() -> None:
     ]
 
 
+def test_layers_with_sinks_or_capped_scores_pass_over_a_backend_that_declares_neither() -> None:
+    specs = [LayerSpec(0, 8, 4, 32, 0.2, sinks=True), LayerSpec(1, 8, 4, 32, 0.2, softcap=50.0)]
+    with pytest.raises(
+        UnsupportedError, match="BigBlocks: attention sinks aren't supported\n  - test:BigBlocks: a softcap of attention scores isn't supported"
+    ):
+        choose_attention((target(BigBlocks),), specs, "cpu", "float32", None)
+
+
 def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
     missing = ComponentRef("attention", "test:flash", "no_such_package.flash:Flash")
     assert choose_attention((missing, target(TorchAttention)), SPECS, "cpu", "float32", None).name == "test:TorchAttention"

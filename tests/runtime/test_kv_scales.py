@@ -11,11 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dovetail.api.attention import KVScales
+from dovetail.api.attention import AttentionContext, AttentionLayer, KVScales, LayerSpec
+from dovetail.api.component import NoOptions
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
-from dovetail.runtime.kv_scales import LARGEST, ROOM, is_kv_scale
+from dovetail.runtime.kv_scales import LARGEST, ROOM, CacheScales, is_kv_scale
+from dovetail.runtime.mixed_graphs import LayerSplitter
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.worker import Worker
+from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.demo import BLOCK_BYTES, DEMO, context, decode, prefill
 
 CPU = torch.device("cpu")
@@ -138,6 +141,18 @@ def test_the_step_that_calibrates_is_launched_kernel_by_kernel() -> None:
     graphs = runner.graphs = runner.mixed_graphs = runner.sampling_graphs = object()  # type: ignore[assignment]
     rank.collect(rank.submit(prefill(capacity, PROMPTS)))
     assert runner.graphs is runner.mixed_graphs is runner.sampling_graphs is graphs
+
+
+def test_sinks_reach_a_layer_that_is_calibrated_and_recorded_in_pieces() -> None:
+    made: list[AttentionLayer] = []
+
+    def make_layer(spec: LayerSpec) -> AttentionLayer:
+        made.append(TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 16, "float8_e4m3fn")).make_layer(spec))
+        return made[-1]
+
+    wrapped = LayerSplitter().wrap(CacheScales(CPU, calibrate=True).wrap(make_layer))
+    wrapped(LayerSpec(0, 4, 2, 8, 1.0, sinks=True)).bind_sinks(sinks := torch.ones(4))
+    assert made[0].sinks is sinks
 
 
 def test_only_fp8_is_calibrated() -> None:

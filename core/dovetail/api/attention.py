@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel
 
+from dovetail.errors import DovetailError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -40,6 +42,8 @@ class AttentionCapabilities:
     cuda_graph: Literal["none", "decode", "mixed"] = "none"
     shared_prefix: bool = False
     cache_dtypes: tuple[str, ...] = ()  # supported for the cache besides the dtype of q, k and v: "float8_e4m3fn"
+    sinks: bool = False  # `LayerSpec.sinks`
+    softcap: bool = False  # `LayerSpec.softcap`
 
     def supports_block_size(self, block_size: int) -> bool:
         if self.block_sizes is not None and block_size not in self.block_sizes:
@@ -63,6 +67,8 @@ class LayerSpec:
     head_size: int
     scale: float  # multiplies the scores before the softmax
     window: int | None = None  # tokens a query attends to, itself included; None: all up to itself
+    sinks: bool = False  # each head has a sink, a logit that takes part in the softmax's denominator and in nothing else: see `bind_sinks`
+    softcap: float | None = None  # a scaled score s becomes softcap * tanh(s / softcap) before the softmax; a sink stays as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,15 @@ class AttentionLayer(ABC):
 
     spec: LayerSpec
     kv_scales: KVScales | None = None  # set by the executor right after `make_layer`, if the cache has a smaller dtype
+    sinks: torch.Tensor | None = None  # set by `bind_sinks`
+
+    def bind_sinks(self, sinks: torch.Tensor) -> None:
+        """Keep the sinks of this rank's heads [heads], of any floating dtype: a layer with `LayerSpec.sinks` is given them once, before its first
+        `attend`. They are the model's parameter: kernels read it whenever they run. Raises `DovetailError` if they don't fit the layer."""
+        if not self.spec.sinks or tuple(sinks.shape) != (self.spec.heads,):
+            expected = f"{self.spec.heads} sinks, one a head" if self.spec.sinks else "none: its LayerSpec has no sinks"
+            raise DovetailError(f"attention layer {self.spec.index}: bind_sinks() got a tensor of shape {list(sinks.shape)}, expected {expected}")
+        self.sinks = sinks
 
     @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -175,6 +190,10 @@ class AttentionBackend(ABC):
             reasons.append(f"block size {context.block_size} is not among {sizes}")
         if not caps.window and any(layer.window is not None for layer in layers):
             reasons.append("sliding windows aren't supported")
+        if not caps.sinks and any(layer.sinks for layer in layers):
+            reasons.append("attention sinks aren't supported")
+        if not caps.softcap and any(layer.softcap is not None for layer in layers):
+            reasons.append("a softcap of attention scores isn't supported")
         return reasons
 
     @abstractmethod

@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "scheduler": "0.4",
     "kv_cache": "0.2",
-    "attention": "0.2",
+    "attention": "0.3",
     "model": "0.2",
     "sampler": "0.1",
     "grammar": "0.1",

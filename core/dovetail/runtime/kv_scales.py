@@ -103,5 +103,8 @@ class _CalibratedLayer(AttentionLayer):
     def cache_for_fused_write(self) -> FusedCache | None:
         return None if self._owner.running else self._layer.cache_for_fused_write()
 
+    def bind_sinks(self, sinks: torch.Tensor) -> None:
+        self._layer.bind_sinks(sinks)
+
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         return self._layer.attend(q)

@@ -71,6 +71,9 @@ class SplitLayer(AttentionLayer):
     def cache_for_fused_write(self) -> FusedCache | None:
         return self._layer.cache_for_fused_write()
 
+    def bind_sinks(self, sinks: torch.Tensor) -> None:
+        self._layer.bind_sinks(sinks)
+
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         if self._splitter.recorder is None:
             return self._layer.attend(q)

@@ -32,15 +32,24 @@ class Bags:
     starts: Int64  # [rows * heads] of each bag, in the values
     lens: Int64  # [rows * heads] of each bag
 
-    def attend(self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-        """k, v [slots, kv_heads, head_size]: the caches; q, out [tokens, heads, head_size]: writes `out` at its own queries."""
+    def attend(
+        self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        """k, v [slots, kv_heads, head_size]: the caches; q, out [tokens, heads, head_size]: writes `out` at its queries; sinks [heads] float32."""
         size = spec.head_size
         flat_q = q.index_select(0, self.queries).view(-1, size)  # [rows * heads, size]
         weights = self.pattern.values().zero_()  # [values]
         torch.sparse.sampled_addmm(self.pattern, flat_q, k.view(-1, size).t(), beta=0.0, alpha=spec.scale, out=self.pattern)
+        if spec.softcap is not None:
+            weights.div_(spec.softcap).tanh_().mul_(spec.softcap)
         largest = np.maximum.reduceat(weights.numpy(), self.starts)
+        if sinks is not None:
+            of_bags = np.tile(sinks.numpy(), len(self.queries))  # [rows * heads]
+            largest = np.maximum(largest, of_bags)
         weights.sub_(torch.from_numpy(np.repeat(largest, self.lens))).exp_()
         sums = torch.from_numpy(np.add.reduceat(weights.numpy(), self.starts))
+        if sinks is not None:
+            sums += torch.from_numpy(np.exp(of_bags - largest))
         offsets, entries = self.pattern.crow_indices(), self.pattern.col_indices()
         mixed = F.embedding_bag(entries, v.view(-1, size), offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
         out.index_copy_(0, self.queries, mixed.div_(sums[:, None]).view(-1, spec.heads, size))

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dovetail.api.attention import LayerSpec
+import torch
+
+from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.errors import DovetailError
 
 
 class LayerShape(NamedTuple):
-    """The properties of a layer on which the work of a step depends: all but its index and scale."""
+    """The properties of a layer on which the work of a step depends: all but its index and numbers."""
 
     heads: int
     kv_heads: int
     head_size: int
     window: int | None  # how many tokens a query sees, itself included; None: all before it
+    sinks: bool = False
+    capped: bool = False  # scores have a softcap
 
     @classmethod
     def of(cls, spec: LayerSpec) -> LayerShape:
-        return cls(spec.heads, spec.kv_heads, spec.head_size, spec.window)
+        return cls(spec.heads, spec.kv_heads, spec.head_size, spec.window, spec.sinks, spec.softcap is not None)
 
     @property
     def group(self) -> int:
@@ -32,6 +37,15 @@ class LayerShape(NamedTuple):
     def padded_size(self) -> int:
         """Numbers of a head that a Triton kernel computes with: a power of two, 16 at least."""
         return max(16, _power_of_two(self.head_size))
+
+
+def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
+    """Return the sinks of a layer's heads, None for a layer that has none. Raises `DovetailError` if they should have been bound."""
+    if not layer.spec.sinks:
+        return None
+    if layer.sinks is None:
+        raise DovetailError(f"attention layer {layer.spec.index} has sinks, and attend() was called before bind_sinks()")
+    return layer.sinks
 
 
 def _power_of_two(least: int) -> int:

@@ -49,21 +49,41 @@ class Piece:
     causal: bool = False  # a query sees the keys up to its own position in its row
     real: torch.Tensor | None = None  # which of the queries are no filling; None: all
 
-    def attend(self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(
+        self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
         """k, v [slots, kv_heads, head_size]: the caches, perhaps of a smaller dtype; q, out [tokens, heads, head_size]: writes `out` at its own
-        queries."""
+        queries; sinks [heads] float32."""
         shape = (self.rows, self.keys_per_row, spec.kv_heads, spec.head_size)
         k, v = (_take_numbers(cache, self.keys, q.dtype).view(shape).transpose(1, 2) for cache in (k, v))  # [rows, kv_heads, keys, size]
         q = _take(q, self.queries)
         if self.queries_per_row == 1:  # the heads that share a kv head become its queries: each K and V is read once
             q = q.reshape(self.rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_size)
-            values = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=spec.scale)
+            values = self._attended(spec, q, k, v, None if sinks is None else sinks.view(spec.kv_heads, -1))
         else:
             q = q.reshape(self.rows, self.queries_per_row, spec.heads, spec.head_size).transpose(1, 2)
-            gqa = spec.heads != spec.kv_heads
-            values = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.causal, scale=spec.scale, enable_gqa=gqa)
-            values = values.transpose(1, 2)
+            values = self._attended(spec, q, k, v, None if sinks is None else sinks[:, None]).transpose(1, 2)
         self._put(out, values.reshape(-1, spec.heads, spec.head_size))
+
+    def _attended(self, spec: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """q [rows, heads, queries, size], k and v [rows, kv_heads, keys, size] -> like q. sinks: broadcast to [rows, heads, queries]."""
+        gqa = q.shape[1] != k.shape[1]
+        if spec.softcap is None and sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.causal, scale=spec.scale, enable_gqa=gqa)
+        if gqa:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * spec.scale
+        if spec.softcap is not None:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        if self.mask is not None:
+            scores += self.mask
+        if self.causal:
+            scores.masked_fill_(torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = torch.cat([scores, sinks[..., None].expand(*scores.shape[:3], 1)], dim=-1).softmax(-1)[..., :-1]
+        return torch.matmul(weights, v.float()).to(q.dtype)
 
     def _put(self, out: torch.Tensor, values: torch.Tensor) -> None:
         if isinstance(self.queries, slice):

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail_attention.bags import Bags
-from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention.layer_shape import LayerShape, sinks_of
 from dovetail_attention.pieces import Piece, Planner
 from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
 
@@ -26,7 +26,7 @@ from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
 class TorchAttention(AttentionBackend):
     """Creates the layers, owns their memory, and plans steps for all of them."""
 
-    capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES)
+    capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES, sinks=True, softcap=True)
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
@@ -101,8 +101,10 @@ class TorchLayer(AttentionLayer):
             out[self._backend.num_tokens :] = 0
         if self.kv_scales is not None:
             q = q * self.kv_scales.k  # instead of each K
+        sinks = sinks_of(self)
+        sinks = None if sinks is None else sinks.detach().float()
         for part in self._backend.parts[self._shape]:
-            part.attend(self.spec, self._k, self._v, q, out)
+            part.attend(self.spec, self._k, self._v, q, out, sinks)
         return out if self.kv_scales is None else out.mul_(self.kv_scales.v)
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:

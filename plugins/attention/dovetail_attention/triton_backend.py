@@ -29,7 +29,7 @@ from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
-from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention.layer_shape import LayerShape, sinks_of
 from dovetail_attention.scaled import CACHE_DTYPES, as_bytes
 from dovetail_attention.triton_schedule import TILE_NUMBERS
 from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Limits, Schedule, StepBuffers
@@ -49,7 +49,13 @@ class TritonAttention(AttentionBackend):
     """Creates the layers, and owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
 
     capabilities = AttentionCapabilities(
-        devices=("cuda",), head_sizes=tuple(range(8, 257, 8)), cuda_graph="mixed", shared_prefix=True, cache_dtypes=CACHE_DTYPES
+        devices=("cuda",),
+        head_sizes=tuple(range(8, 257, 8)),
+        cuda_graph="mixed",
+        shared_prefix=True,
+        cache_dtypes=CACHE_DTYPES,
+        sinks=True,
+        softcap=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
@@ -196,7 +202,11 @@ class TritonLayer(AttentionLayer):
         return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.v)
 
     def _constants(self, q: torch.Tensor) -> dict[str, Any]:
+        softcap = self.spec.softcap
         return {
+            "scale": self._scale,
+            "cap": 0.0 if softcap is None else softcap * LOG2_E,
+            "CAPPED": softcap is not None,
             "Q_TOKEN_STRIDE": q.stride(0),
             "Q_HEAD_STRIDE": self.spec.head_size,
             "HEADS": self.spec.heads,
@@ -207,6 +217,17 @@ class TritonLayer(AttentionLayer):
             "SCALED": self.kv_scales is not None,
             **self._paging,
         }
+
+    @property
+    def _scale(self) -> float:
+        """Return the number that kernels multiply scores by, before the softmax in base 2 or before tanh."""
+        return self.spec.scale * LOG2_E if self.spec.softcap is None else self.spec.scale / self.spec.softcap
+
+    @property
+    def _sinks(self) -> torch.Tensor:
+        """Return the sinks; without any, a tensor that kernels don't read."""
+        sinks = sinks_of(self)
+        return self._backend.planned.slots if sinks is None else sinks
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
         tables, tiling = schedule.tables, schedule.decode_tiling
@@ -219,7 +240,6 @@ class TritonLayer(AttentionLayer):
             "prefix_stride": tables.max_rows,
             "k_scale": self._scales[0],
             "v_scale": self._scales[1],
-            "scale": self.spec.scale * LOG2_E,
             "N": tiling.keys,
             **self._constants(q),
             **pdl_options(q.device),
@@ -241,6 +261,8 @@ class TritonLayer(AttentionLayer):
             schedule.decode,
             segments=schedule.segments,
             arrived=schedule.arrived,
+            sinks=self._sinks,
+            SINKS=self.spec.sinks,
             TABLE_STRIDE=step.limits.blocks,
             M=max(LEAST_M if step.limits.on_matrix_units else 1, self._shape.padded_group),
             PREFIXED=prefixed,
@@ -265,7 +287,8 @@ class TritonLayer(AttentionLayer):
             step.table,
             schedule.tiles,
             *self._scales,
-            self.spec.scale * LOG2_E,
+            self._sinks,
+            SINKS=self.spec.sinks,
             TABLE_STRIDE=step.limits.blocks,
             M=tiling.queries,
             N=tiling.keys,
@@ -290,8 +313,9 @@ class TritonLayer(AttentionLayer):
             schedule.tiles,
             schedule.num_tiles,
             schedule.tile_parts,
-            self.spec.scale * LOG2_E,
+            self._scale,
             self.kv_scales,
+            sinks_of(self),
             kv_heads=self.spec.kv_heads,
             block_size=self._backend.context.block_size,
             tiling=tiling,

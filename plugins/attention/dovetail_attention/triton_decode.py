@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.dependent_launch import fetch, let_next_begin, wait
-from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen, to_multiply
+from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen, sinks_seen, to_multiply
 
 LINE = tl.constexpr(128)  # bytes of a line of memory
 
@@ -36,7 +36,9 @@ def decode_shares(
     prefix_stride,
     k_scale,  # [] float32
     v_scale,
+    sinks,  # [HEADS]
     scale,
+    cap,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
@@ -55,6 +57,8 @@ def decode_shares(
     TOGETHER: tl.constexpr,  # and one after the other, by one program
     PREFIXED: tl.constexpr,  # there may be a shared prefix
     SCALED: tl.constexpr,  # K and V are FP8
+    SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1 - p: all that its row reads by itself. A
@@ -85,7 +89,11 @@ def decode_shares(
     wait(PDL)
     for segment in range(first_segment, last_segment):
         query = to_multiply(tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0), SCALED)
-        acc, top, total = nothing_seen(M, D_PADDED)
+        if SINKS:  # a row's first segment counts them
+            first = tl.load(rows + place * 3 + 1, mask=place >= 0, other=0)
+            acc, top, total = sinks_seen(sinks, head, (member < GROUP) & ((place < 0) | (segment == first)), M, D_PADDED)
+        else:
+            acc, top, total = nothing_seen(M, D_PADDED)
         if PREFIXED:
             slot = prefix_slot + tl.where(place < 0, -1 - place, place)
             for part in range(tl.where(begin == prefix_tokens, prefix_parts, 0)):
@@ -106,6 +114,7 @@ def decode_shares(
             begin,
             member,
             scale,
+            cap,
             D,
             D_PADDED,
             N,
@@ -115,6 +124,7 @@ def decode_shares(
             BOUNDED=True,
             CAUSAL=False,
             WINDOW=0,
+            CAPPED=CAPPED,
             PRECISION=PRECISION,
         )
         acc = acc / total[:, None]
@@ -272,6 +282,7 @@ def attend_prefix(
     k_scale,
     v_scale,
     scale,
+    cap,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
@@ -286,6 +297,7 @@ def attend_prefix(
     TOKEN_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The queries of many rows go over one part of the blocks that all of them begin with: read once, for M queries at once. Arguments as above."""
@@ -325,6 +337,7 @@ def attend_prefix(
         first,
         row,
         scale,
+        cap,
         D,
         D_PADDED,
         N,
@@ -334,6 +347,7 @@ def attend_prefix(
         BOUNDED=True,
         CAUSAL=False,
         WINDOW=0,
+        CAPPED=CAPPED,
         PRECISION=PRECISION,
     )
     place = (prefix_slot + part * prefix_stride + row) * HEADS + head

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dovetail_attention.triton_tile import attend_range, nothing_seen, to_multiply
+from dovetail_attention.triton_tile import attend_range, nothing_seen, sinks_seen, to_multiply
 
 
 @triton.jit
@@ -24,7 +24,9 @@ def prefill_tiles(
     tiles,  # [tiles, RECORD] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first flat query of the tile, …
     k_scale,  # [] float32
     v_scale,
+    sinks,  # [HEADS]
     scale,
+    cap,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
     TABLE_STRIDE: tl.constexpr,
@@ -41,6 +43,8 @@ def prefill_tiles(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     SCALED: tl.constexpr,  # K and V are FP8
+    SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     SPARSE: tl.constexpr,  # some programs have nothing to do
     RECORD: tl.constexpr,
 ):
@@ -81,19 +85,22 @@ def prefill_tiles(
     k_head = k_cache + kv_head * HEAD_STRIDE
     v_head = v_cache + kv_head * HEAD_STRIDE
     table_row = table + row.to(tl.int64) * TABLE_STRIDE
-    acc, top, total = nothing_seen(M, D_PADDED)
+    if SINKS:
+        acc, top, total = sinks_seen(sinks, head, query < queries, M, D_PADDED)
+    else:
+        acc, top, total = nothing_seen(M, D_PADDED)
     if WINDOW > 0:
         acc, top, total = attend_range(
-            acc, top, total, q_tile, k_head, v_head, table_row, low // N * N, edge, low, position, scale,
-            D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, PRECISION=PRECISION,
+            acc, top, total, q_tile, k_head, v_head, table_row, low // N * N, edge, low, position, scale, cap,
+            D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
         )  # fmt: skip
     acc, top, total = attend_range(
-        acc, top, total, q_tile, k_head, v_head, table_row, edge, diagonal, 0, position, scale,
-        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=False, CAUSAL=False, WINDOW=0, PRECISION=PRECISION,
+        acc, top, total, q_tile, k_head, v_head, table_row, edge, diagonal, 0, position, scale, cap,
+        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=False, CAUSAL=False, WINDOW=0, CAPPED=CAPPED, PRECISION=PRECISION,
     )  # fmt: skip
     acc, top, total = attend_range(
-        acc, top, total, q_tile, k_head, v_head, table_row, diagonal, end, low, position, scale,
-        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, PRECISION=PRECISION,
+        acc, top, total, q_tile, k_head, v_head, table_row, diagonal, end, low, position, scale, cap,
+        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
     )  # fmt: skip
     acc = acc / total[:, None]
     if SCALED:

@@ -46,6 +46,7 @@ COMPUTING_REGISTERS = gl.constexpr(240)  # of a thread
 LOADING_REGISTERS = gl.constexpr(24)
 COMPUTING_BESIDE_WIDENING = gl.constexpr(232)
 WIDENING_REGISTERS = gl.constexpr(40)
+LOG2_E = gl.constexpr(math.log2(math.e))
 LARGEST = gl.constexpr(65504.0)  # of float16
 
 
@@ -62,6 +63,7 @@ def prefill_hopper(
     arrived,  # [slots, kv heads, 2] int32: parts of each half that are done, at the tile's first slot; 0 before and after
     k_scale,  # [] float32
     v_scale,
+    sinks,  # [HEADS]
     scale,
     Q_TOKEN_STRIDE: gl.constexpr,
     TABLE_STRIDE: gl.constexpr,
@@ -73,6 +75,7 @@ def prefill_hopper(
     BLOCK_SIZE: gl.constexpr,
     RECORD: gl.constexpr,
     SCALED: gl.constexpr,  # K and V are FP8
+    SINKS: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = gl.float16 if SCALED else q.dtype.element_ty
@@ -131,8 +134,34 @@ def prefill_hopper(
         loads = (k_cache, v_cache, small, small_there)
         gl.warp_specialize(
             [
-                (_compute, (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
-                (_compute, (1, q_tile, out, ring, row, parts, kv_head, flat + HALF, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (
+                    _compute,
+                    (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, sinks, SINKS, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE),
+                ),
+                (
+                    _compute,
+                    (
+                        1,
+                        q_tile,
+                        out,
+                        ring,
+                        row,
+                        parts,
+                        kv_head,
+                        flat + HALF,
+                        first_step,
+                        end,
+                        scales,
+                        sinks,
+                        SINKS,
+                        HEADS,
+                        GROUP,
+                        D,
+                        N,
+                        STAGES,
+                        BLOCK_SIZE,
+                    ),
+                ),
                 (load_small, (loads, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
             ],
             [4, 4],
@@ -141,8 +170,34 @@ def prefill_hopper(
     else:
         gl.warp_specialize(
             [
-                (_compute, (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
-                (_compute, (1, q_tile, out, ring, row, parts, kv_head, flat + HALF, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (
+                    _compute,
+                    (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, sinks, SINKS, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE),
+                ),
+                (
+                    _compute,
+                    (
+                        1,
+                        q_tile,
+                        out,
+                        ring,
+                        row,
+                        parts,
+                        kv_head,
+                        flat + HALF,
+                        first_step,
+                        end,
+                        scales,
+                        sinks,
+                        SINKS,
+                        HEADS,
+                        GROUP,
+                        D,
+                        N,
+                        STAGES,
+                        BLOCK_SIZE,
+                    ),
+                ),
                 (load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
             ],
             [4, 1],
@@ -163,6 +218,8 @@ def _compute(
     first_step,
     end,
     scales,  # that of scores, log2(e) and K's in it, and V's
+    sinks,
+    SINKS: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -187,6 +244,12 @@ def _compute(
     all_seen = (kv_len - queries + flat // GROUP + 1) // N - first_step  # steps whose keys every query sees
     top = gl.full([HALF], float("-inf"), gl.float32, layout=of_query)
     total = gl.zeros([HALF], gl.float32, layout=of_query)
+    if SINKS:  # the first part counts them
+        counted = ((flat + gl.arange(0, HALF, layout=of_query)) // GROUP < queries) & (part == 0)
+        head = kv_head * GROUP + (flat + gl.arange(0, HALF, layout=of_query)) % GROUP
+        sink = gl.load(sinks + head, mask=counted, other=0.0).to(gl.float32) * LOG2_E
+        top = gl.maximum(gl.where(counted, sink, top), HIDDEN)
+        total = gl.where(counted, 1.0, total)
     left = gl.zeros([HALF, PANEL], gl.float32, layout=out_layout)
     right = gl.zeros([HALF, PANEL], gl.float32, layout=out_layout)
 
@@ -337,13 +400,14 @@ def attend(
     parts: TileParts,
     scale: float,
     scales: KVScales | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     kv_heads: int,
     block_size: int,
     tiling: PrefillTiling,
 ) -> None:
     """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V `describe`d; with `scales` they
-    are FP8; the rest as for `prefill_hopper`."""
+    are FP8; sinks [heads]; the rest as for `prefill_hopper`."""
     _, heads, size = q.shape
     launch(prefill_hopper, (kv_heads, num_tiles))(
         q,
@@ -355,6 +419,7 @@ def attend(
         parts.lse,
         parts.arrived,
         *((table, table) if scales is None else (scales.k, scales.v)),  # without any, what nobody reads
+        table if sinks is None else sinks,
         scale,
         Q_TOKEN_STRIDE=q.stride(0),
         TABLE_STRIDE=table.stride(0),
@@ -366,6 +431,7 @@ def attend(
         BLOCK_SIZE=block_size,
         RECORD=TILE_NUMBERS,
         SCALED=scales is not None,
+        SINKS=sinks is not None,
         num_warps=tiling.warps,
     )
 
@@ -389,14 +455,18 @@ def check(shape: LayerShape, limits: Limits, tiling: PrefillTiling) -> None:
     rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
     tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
     parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)
+    sinks = torch.linspace(-1, 3, heads).to(device, limits.dtype) if shape.sinks else None
     out, scale, described = torch.empty(q.shape, dtype=q.dtype, device=device), size**-0.5, [describe(cache_of, tiling.keys) for cache_of in (k, v)]
     on_device, log2_scale = torch.from_numpy(tiles).to(device), scale * math.log2(math.e)
-    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, scales, kv_heads=kv_heads, block_size=block_size, tiling=tiling)
+    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, scales, sinks, kv_heads=kv_heads, block_size=block_size, tiling=tiling)
     wide_k, wide_v = (
         cache_of.float()[used].transpose(1, 2).flatten(0, 1)[:kv_len] * factor for cache_of, factor in ((k, k_factor), (v, v_factor))
     )  # [keys, kv_heads, size]
     seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
     scores = torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, shape.group, size), wide_k) * scale
-    expected = torch.einsum("hgqk,khd->qhgd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v).flatten(1, 2)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(kv_heads, shape.group, 1, 1).expand(-1, -1, queries, -1)], -1)
+    expected = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1)[..., :kv_len], wide_v).flatten(1, 2)
     if not torch.allclose(out.float(), expected, atol=CLOSE):
         raise DovetailError("it computes wrong numbers")

@@ -5,7 +5,8 @@
 K and V of a cache of FP8 are widened on their way to the matrix units, to float16, which holds each of their numbers; all sums are float32. Matrix
 units that multiply FP8 itself keep fewer bits of a sum, which long contexts feel, and queries and weights would have to be rounded to FP8 as well.
 
-Online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention (Dao et al., 2022). Scores are in base 2: `scale` holds log2(e).
+Online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention (Dao et al., 2022). Scores are in base 2: `scale` holds log2(e). With a
+soft cap `cap` does, and `scale` has been divided by the cap.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+LOG2_E = tl.constexpr(1.4426950408889634)
+SMALL = tl.constexpr(0.35)  # below, tanh is a polynomial: in a difference of two numbers close to 1 it would lose digits
 HIDDEN = tl.constexpr(-1.0e30)  # a finite score: what a query has summed while it saw nothing is wiped out by the first key that it sees
 
 
@@ -33,6 +36,25 @@ def block_ids(table_row, start, last, low, N: tl.constexpr, BLOCK_SIZE: tl.const
 def nothing_seen(M: tl.constexpr, D_PADDED: tl.constexpr):
     """(acc, top, total) of queries before their first key."""
     return tl.zeros([M, D_PADDED], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+
+
+@triton.jit
+def sinks_seen(sinks, head, counted, M: tl.constexpr, D_PADDED: tl.constexpr):
+    """(acc, top, total) of queries of `head` [M] that have seen their sinks alone, where `counted`, and nothing elsewhere."""
+    acc, top, total = nothing_seen(M, D_PADDED)
+    top = tl.where(counted, tl.load(sinks + head, mask=counted, other=0.0).to(tl.float32) * LOG2_E, top)
+    return acc, tl.maximum(top, HIDDEN), tl.where(counted, 1.0, total)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) in float32, to a few units in the last place."""
+    magnitude = tl.abs(x)
+    shrunk = tl.exp2(magnitude * (-2.0 * LOG2_E))
+    square = x * x
+    series = 1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835 + square * (-1382.0 / 155925)))))
+    large = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(magnitude < SMALL, x * series, tl.where(x < 0, -large, large))
 
 
 @triton.jit
@@ -58,6 +80,7 @@ def attend_range(
     low,  # only tokens [low, last) exist
     position,  # [M] of each query in its row
     scale,
+    cap,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     N: tl.constexpr,
@@ -67,6 +90,7 @@ def attend_range(
     BOUNDED: tl.constexpr,  # the range has tokens that don't exist: never read them, they may be NaN
     CAUSAL: tl.constexpr,  # the range has tokens that some query doesn't see
     WINDOW: tl.constexpr,  # 0: none
+    CAPPED: tl.constexpr,  # scores have the soft cap `cap`
     PRECISION: tl.constexpr,
 ):
     """(acc, top, total) after the keys of the range."""
@@ -92,18 +116,22 @@ def attend_range(
             scores = tl.dot(q_odds, tl.trans(k_odds), scores, input_precision=PRECISION)
         else:
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        factor = scale
+        if CAPPED:
+            scores = tanh(scores * scale)
+            factor = cap
         if CAUSAL:
             seen = exists[None, :] & (token[None, :] <= position[:, None])
             if WINDOW > 0:
                 seen &= token[None, :] > position[:, None] - WINDOW
-            scores = tl.where(seen, scores * scale, HIDDEN)  # scaled before: where all is hidden, HIDDEN - top must be 0, not what an FMA leaves
+            scores = tl.where(seen, scores * factor, HIDDEN)  # scaled before: where all is hidden, HIDDEN - top must be 0, not what an FMA leaves
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
         else:
             if BOUNDED:
                 scores = tl.where(exists[None, :], scores, HIDDEN)
-            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-            weights = tl.exp2(scores * scale - new_top[:, None])
+            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+            weights = tl.exp2(scores * factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
         weights = weights.to(q.dtype)

@@ -48,6 +48,8 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
     ]
     table = _block_table([step.lens for step in steps][-1], shared_blocks, size)
     layer = backend.make_layer(spec)
+    if spec.sinks:
+        layer.bind_sinks(torch.linspace(-1, 3, spec.heads, device=device))
     if backend.context.cache_dtype is not None:
         layer.kv_scales = KVScales(*(torch.tensor(scale, device=device) for scale in SCALES))
     backend.allocate(int(table.max()) + 1)

@@ -33,11 +33,12 @@ class Shape:
     block_size: int  # tokens
     windowed: bool = False
     cache_itemsize: int | None = None  # bytes, of K and V in the cache, if not as many
+    capped: bool = False  # scores have a softcap
 
     @classmethod
     def of(cls, layer: LayerShape, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int) -> Shape:
         smaller = cache_dtype.itemsize if cache_dtype != dtype else None
-        return cls(layer.group, layer.padded_size, dtype.itemsize, block_size, layer.window is not None, smaller)
+        return cls(layer.group, layer.padded_size, dtype.itemsize, block_size, layer.window is not None, smaller, layer.capped)
 
     @property
     def bytes_per_key(self) -> int:
@@ -142,7 +143,7 @@ def _cuda_prefill(shape: Shape, shared_bytes: int | None = None) -> PrefillTilin
 
 
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
-    tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and not shape.windowed else None
+    tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and not shape.windowed and not shape.capped else None
     if tiling is None or (tiling.keys % shape.block_size and shape.block_size % tiling.keys):
         return _cuda_prefill(shape)
     return tiling

@@ -24,7 +24,6 @@ NAME = "dovetail"  # of our functions among transformers' implementations of att
 NOT_THROUGH = "{}: its attention doesn't go through transformers' AttentionInterface"
 LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`
 
-_NAMED = {"s_aux": "sinks", "softcap": "a soft cap"}
 _NO_EFFECT = frozenset(  # arguments of attention calls that don't change the numbers here: positions and masks are the backend's
     [
         "position_ids",
@@ -44,6 +43,8 @@ _NO_EFFECT = frozenset(  # arguments of attention calls that don't change the nu
         "layer_type",
         "max_length_q",
         "max_length_k",
+        "s_aux",  # sinks, and the cap of scores: layers have them
+        "softcap",
     ]
 )
 
@@ -59,6 +60,8 @@ class AttentionCall:
     scale: float
     window: int | None
     problems: tuple[str, ...]  # what can't be served
+    sinks: str | None = None  # the module's parameter that holds them
+    softcap: float | None = None
 
 
 class _Recorder:
@@ -104,7 +107,7 @@ def _call(
     kwargs: Mapping[str, Any],
 ) -> AttentionCall:
     problems = [
-        f"its attention has {_NAMED.get(key, key)}, which attention backends don't compute"
+        f"its attention has {key}, which attention backends don't compute"
         for key, given in kwargs.items()
         if key not in _NO_EFFECT and given is not None and given is not False
     ]
@@ -118,9 +121,21 @@ def _call(
         problems.append(f"V's head size {value.shape[3]} is larger than K's, {key.shape[3]}")
     if value.shape[1] != key.shape[1]:
         problems.append(f"K has {key.shape[1]} heads and V {value.shape[1]}")
-    window = kwargs.get("sliding_window")
-    scale = key.shape[3] ** -0.5 if scaling is None else float(scaling)
-    return AttentionCall(name, query.shape[1], key.shape[1], key.shape[3], scale, None if window is None else int(window), tuple(problems))
+    window, softcap, given = kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
+    sinks = next((own for own, parameter in module.named_parameters(recurse=False) if parameter is given), None)
+    if given is not None and (sinks is None or given.shape != (query.shape[1],)):
+        problems.append("its attention has sinks that aren't a parameter of one number a head")
+    return AttentionCall(
+        name,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_size=key.shape[3],
+        scale=key.shape[3] ** -0.5 if scaling is None else float(scaling),
+        window=None if window is None else int(window),
+        problems=tuple(problems),
+        sinks=sinks,
+        softcap=None if softcap is None else float(softcap),
+    )
 
 
 def experts(module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -165,10 +180,16 @@ def trace(base: nn.Module) -> list[AttentionCall]:
 
 
 def specs_of(calls: Sequence[AttentionCall]) -> list[LayerSpec]:
-    return [LayerSpec(index, call.heads, call.kv_heads, call.head_size, call.scale, call.window) for index, call in enumerate(calls)]
+    return [
+        LayerSpec(index, call.heads, call.kv_heads, call.head_size, call.scale, call.window, call.sinks is not None, call.softcap)
+        for index, call in enumerate(calls)
+    ]
 
 
 def bind(base: nn.Module, calls: Sequence[AttentionCall], layers: Sequence[AttentionLayer]) -> None:
-    """Have each attention module of `base` use its layer."""
+    """Have each attention module of `base` use its layer. Sinks are read where the module keeps them."""
     for call, layer in zip(calls, layers, strict=True):
-        setattr(base.get_submodule(call.module), LAYER, layer)
+        module = base.get_submodule(call.module)
+        setattr(module, LAYER, layer)
+        if call.sinks is not None:
+            layer.bind_sinks(getattr(module, call.sinks).detach())

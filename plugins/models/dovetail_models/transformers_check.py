@@ -55,7 +55,16 @@ class PlainAttention(AttentionLayer):
         places = torch.arange(k.shape[1], device=q.device)
         ages = places[-q.shape[1] :, None] - places  # [queries, keys]: how long before the query the key is
         seen = ages >= 0 if self.spec.window is None else (ages >= 0) & (ages < self.spec.window)
+        if self.spec.softcap is not None or self.sinks is not None:
+            return self._attend_by_definition(q, k, v, seen).transpose(0, 1)
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.spec.scale).transpose(0, 1)
+
+    def _attend_by_definition(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        scores, cap = q @ k.transpose(1, 2) * self.spec.scale, self.spec.softcap
+        scores = (scores if cap is None else torch.tanh(scores / cap) * cap).masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.to(scores)[:, None, None].expand(*scores.shape[:2], 1)], -1)
+        return scores.softmax(-1)[..., : k.shape[1]] @ v
 
 
 def check(base: nn.Module, calls: Sequence[AttentionCall], reference: States, flat: States, lengths: Sequence[int], vocab_size: int) -> str | None:

@@ -37,9 +37,12 @@ class PlainLayer(TorchLayer):
 
     def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = k[:, self.kv_head()], v[:, self.kv_head()]
-        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * self.scale()
+        scores = self.scored(torch.einsum("qhd,khd->hqk", q.float(), k.float()))
         at, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
         return self.mix(scores.masked_fill(~self.seen(at, key), -torch.inf), v).to(q.dtype)
+
+    def scored(self, products: torch.Tensor) -> torch.Tensor:
+        return products * self.scale()
 
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         size = self._backend.context.block_size
@@ -932,3 +935,138 @@ class CountsTheSlotsOfTheFirstAllocate(TorchAttention):
         now, self._num_slots = self._num_slots, min(self.first or 0, self._num_slots)
         super().plan(batch)
         self._num_slots = now
+
+
+class _WithSinks(PlainAttention):
+    """Right, and the base of those that aren't."""
+
+    capabilities = AttentionCapabilities(sinks=True)
+
+    class layer(PlainLayer):  # noqa: N801
+        def mix(self, scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            weights = scores
+            for _ in range(self.times(scores)):
+                weights = torch.cat([weights, self.sink()[:, None, None].expand(*scores.shape[:2], 1)], -1)
+            return torch.einsum("hqk,khd->qhd", weights.softmax(-1)[..., : scores.shape[-1]], v.float())
+
+        def sink(self) -> torch.Tensor:
+            return torch.zeros(0) if self.sinks is None else self.sinks
+
+        def times(self, scores: torch.Tensor) -> int:
+            return 0 if self.sinks is None else 1
+
+
+@mutant(caught_by="attention.sinks")
+class CountsASinkInEachPart(_WithSinks):
+    """Splits the keys of long rows over programs, each of which begins with the sink."""
+
+    class layer(_WithSinks.layer):  # noqa: N801
+        def times(self, scores: torch.Tensor) -> int:
+            return super().times(scores) * -(-scores.shape[-1] // 512)
+
+
+@mutant(caught_by="attention.sinks")
+class ForgetsTheSinkOfDecodes(_WithSinks):
+    class layer(_WithSinks.layer):  # noqa: N801
+        def times(self, scores: torch.Tensor) -> int:
+            return super().times(scores) if scores.shape[1] > 1 else 0
+
+
+@mutant(caught_by="attention.sinks")
+class ScalesTheSink(_WithSinks):
+    class layer(_WithSinks.layer):  # noqa: N801
+        def sink(self) -> torch.Tensor:
+            return super().sink() * self.scale()
+
+
+@mutant(caught_by="attention.sinks")
+class TakesTheSinkOfAKVHead(_WithSinks):
+    """Reads one sink for each group of heads."""
+
+    class layer(_WithSinks.layer):  # noqa: N801
+        def sink(self) -> torch.Tensor:
+            return super().sink()[self.kv_head()]
+
+
+@mutant(caught_by="attention.sinks")
+class CopiesTheSinks(_WithSinks):
+    """Keeps the numbers that the parameter held when it was bound."""
+
+    class layer(_WithSinks.layer):  # noqa: N801
+        kept: torch.Tensor | None = None
+
+        def sink(self) -> torch.Tensor:
+            self.kept = super().sink().clone() if self.kept is None else self.kept
+            return self.kept
+
+
+class _Capped(PlainAttention):
+    """Right, and the base of those that aren't."""
+
+    capabilities = AttentionCapabilities(softcap=True)
+
+    class layer(PlainLayer):  # noqa: N801
+        def scored(self, products: torch.Tensor) -> torch.Tensor:
+            scores = super().scored(products)
+            return scores if (cap := self.cap()) is None else self.capped(scores, cap)
+
+        def cap(self) -> float | None:
+            return self.spec.softcap
+
+        def capped(self, scores: torch.Tensor, cap: float) -> torch.Tensor:
+            return torch.tanh(scores / cap) * cap
+
+
+@mutant(caught_by="attention.softcap")
+class CapsBeforeScaling(_Capped):
+    class layer(_Capped.layer):  # noqa: N801
+        def scored(self, products: torch.Tensor) -> torch.Tensor:
+            cap = self.cap()
+            return PlainLayer.scored(self, products if cap is None else self.capped(products, cap))
+
+
+@mutant(caught_by="attention.softcap")
+class CutsScoresOff(_Capped):
+    class layer(_Capped.layer):  # noqa: N801
+        def capped(self, scores: torch.Tensor, cap: float) -> torch.Tensor:
+            return scores.clamp(-cap, cap)
+
+
+@mutant(caught_by="attention.softcap")
+class CapsAllLayersAsTheFirst(_Capped):
+    class layer(_Capped.layer):  # noqa: N801
+        def cap(self) -> float | None:
+            return self._backend._layers[0].spec.softcap
+
+
+@mutant(caught_by="attention.softcap")
+class ComputesTanhByExp(_Capped):
+    """Which huge scores make infinite."""
+
+    class layer(_Capped.layer):  # noqa: N801
+        def capped(self, scores: torch.Tensor, cap: float) -> torch.Tensor:
+            up, down = (scores / cap).exp(), (-scores / cap).exp()
+            return (up - down) / (up + down) * cap
+
+
+@mutant(caught_by="attention.softcap")
+class RoundsCappedScores(_Capped):
+    """With an instruction for half precision."""
+
+    class layer(_Capped.layer):  # noqa: N801
+        def capped(self, scores: torch.Tensor, cap: float) -> torch.Tensor:
+            return torch.tanh(scores / cap).half().float() * cap
+
+
+@mutant(caught_by="attention.softcap")
+class CapsTheSink(_WithSinks):
+    capabilities = AttentionCapabilities(sinks=True, softcap=True)
+
+    class layer(_WithSinks.layer):  # noqa: N801
+        def scored(self, products: torch.Tensor) -> torch.Tensor:
+            cap, scores = self.spec.softcap, super().scored(products)
+            return scores if cap is None else torch.tanh(scores / cap) * cap
+
+        def sink(self) -> torch.Tensor:
+            cap = self.spec.softcap
+            return super().sink() if cap is None else torch.tanh(super().sink() / cap) * cap

@@ -16,10 +16,14 @@ CLAUSES: Marks = {
         "the engine rejects": held("refusals"),
         "*": TOLD,
     },
+    "AttentionCapabilities.sinks": held("sinks", "refusals"),
+    "AttentionCapabilities.softcap": held("softcap", "refusals"),
     "AttentionCapabilities.cache_dtypes": held("cache_dtypes", "cache_saturates", "cache_places"),
     "LayerSpec": {
         "multiplies the scores": held("scale"),
         "itself included": held("window"),
+        "in the softmax's denominator": held("sinks"),
+        "a scaled score s": held("softcap"),
         "*": held("gqa", "head_sizes", "unlike_layers"),
     },
     "AttentionContext": held("dtypes", "block_sizes"),
@@ -48,6 +52,11 @@ CLAUSES: Marks = {
     "FusedCache.scales": held("cache_places"),
     "AttentionLayer": held("read_only", "strides", "layers", "cache_places"),
     "AttentionLayer.kv_scales": held("cache_dtypes"),
+    "AttentionLayer.sinks": held("sinks"),
+    "AttentionLayer.bind_sinks": {
+        "kernels read it whenever": held("sinks", but="sinks that change between two replays of a captured graph aren't tried"),
+        "*": held("sinks"),
+    },
     "AttentionLayer.write": held("values", "block_table", "write_first", "cache_dtypes", "cache_saturates"),
     "AttentionLayer.cache_for_fused_write": held("fused_write"),
     "AttentionLayer.attend": {

@@ -17,14 +17,15 @@ from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.attention_bench import Bench, Case, cases
 from dovetail.testing.suites.attention_judging import assert_as_defined, assert_close, assert_sees
-from dovetail.testing.suites.attention_small_cache import LONG, AttentionSmallCache
+from dovetail.testing.suites.attention_scores import AttentionScores
+from dovetail.testing.suites.attention_small_cache import LONG
 from dovetail.testing.suites.repeatable import repeatable
 
 LONGER = 4500  # tokens: more than a kernel takes in one part
 MANY_ROWS = 70
 
 
-class AttentionSuite(AttentionSmallCache):
+class AttentionSuite(AttentionScores):
     """The suite of attention backends: what they compute, and what they declare."""
 
     @check("attention.values", since="0.1")
@@ -126,7 +127,7 @@ class AttentionSuite(AttentionSmallCache):
         """`reasons_against` has a sentence for each thing that the backend can't do, naming the value. The default does that from `capabilities`;
         one of your own adds to it, never takes away."""
         for value, context, layer in self.undeclared():
-            fine = replace(layer, head_size=self.head_sizes()[0], window=None)
+            fine = replace(layer, head_size=self.head_sizes()[0], window=None, sinks=False, softcap=None)
             reasons = self.component_class.reasons_against(context, [fine, layer])
             named = [r for r in reasons if isinstance(r, str) and str(value) in r and len(r.split()) > 2]
             require(named, f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}")
@@ -148,6 +149,10 @@ class AttentionSuite(AttentionSmallCache):
             beyond.append((size, replace(fine, block_size=size), layer))
         if not claims.window:
             beyond.append(("window", fine, replace(layer, window=4)))
+        if not claims.sinks:
+            beyond.append(("sinks", fine, replace(layer, sinks=True)))
+        if not claims.softcap:
+            beyond.append(("softcap", fine, replace(layer, softcap=30.0)))
         return beyond
 
     def assert_claimed(self, context: AttentionContext, layer: LayerSpec) -> None:
@@ -196,13 +201,13 @@ class AttentionSuite(AttentionSmallCache):
         any step of as many rows; what was captured with `mixed_graph`, where that is declared, any step of as many tokens."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
-        case = self.case((300, 5, 17, 90), (1,) * 4, heads=4, kv_heads=2)
-        bench = self.bench(case)
+        scores = {"sinks": (self.claims.sinks,), "softcaps": (20.0 if self.claims.softcap else None,)}
+        bench = self.bench(self.case((300, 5, 17, 90), (1,) * 4, heads=4, kv_heads=2, **scores))
         bench.compute()
         bench.plan((0, 1, 2, 16), (1, 2, 3, 17))
         self.capture_and_replay(bench, "replayed for another step: ")
         if self.claims.cuda_graph == "mixed":
-            bench = self.bench(self.case((300, 5, 0, 90), (1, 1, 40, 7), heads=4, kv_heads=2, padding=15, mixed_graph=True))
+            bench = self.bench(self.case((300, 5, 0, 90), (1, 1, 40, 7), heads=4, kv_heads=2, padding=15, mixed_graph=True, **scores))
             bench.compute()
             bench.plan_rows(bench.table[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), padding=64)
             self.capture_and_replay(bench, "a mixed step, replayed by a graph of padding: ")

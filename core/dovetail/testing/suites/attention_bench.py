@@ -37,6 +37,8 @@ class Case:
     dtype: str = "float32"
     device: str = "cpu"
     scale: float | None = None  # None: 1 / sqrt(head_size)
+    sinks: tuple[bool, ...] = (False,)  # whether layers have sinks; they take these in turn
+    softcaps: tuple[float | None, ...] = (None,)  # likewise
     mixed_graph: bool = False  # all steps are planned so
     cache_dtype: str | None = None  # of K and V in the cache, if another
     kv_scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # of K and V in such a cache, which layers take in turn
@@ -52,7 +54,17 @@ class Case:
     @property
     def specs(self) -> list[LayerSpec]:
         shapes = self.shapes or ((self.heads, self.kv_heads, self.head_size),) * len(self.windows)
-        return [LayerSpec(i, *shape, self.scale or 1 / math.sqrt(shape[2]), self.windows[i]) for i, shape in enumerate(shapes)]
+        return [
+            LayerSpec(
+                i,
+                *shape,
+                self.scale or 1 / math.sqrt(shape[2]),
+                self.windows[i],
+                sinks=self.sinks[i % len(self.sinks)],
+                softcap=self.softcaps[i % len(self.softcaps)],
+            )
+            for i, shape in enumerate(shapes)
+        ]
 
     def scales_of(self, layer: int) -> tuple[float, float]:
         return self.kv_scales[layer % len(self.kv_scales)]
@@ -121,6 +133,10 @@ class Bench:
 
         self.k, self.v = (normal(case.lens, lambda spec: spec.kv_heads) for _ in range(2))
         self.q = normal(case.queries, lambda spec: spec.heads)
+        self.sinks = [2 * torch.randn(spec.heads, generator=generator) + 1 if spec.sinks else None for spec in case.specs]
+        for layer, sinks in zip(self.layers, self.sinks, strict=True):
+            if sinks is not None:
+                layer.bind_sinks(sinks.to(case.device))
         self.allocate()
 
     def allocate(self) -> None:
@@ -231,17 +247,22 @@ class Bench:
 
     def expected(self) -> list[torch.Tensor]:
         """Exact values, like those of `attend`."""
-        return [torch.cat([oracle.exact(q, k, v, spec.scale, spec.window) for q, k, v in self._rows(i)]) for i, spec in enumerate(self.case.specs)]
+        return [torch.cat([oracle.exact(q, k, v, self._rules(i)) for q, k, v in self._rows(i)]) for i in range(len(self.layers))]
 
     def allowed_errors(self) -> list[torch.Tensor]:
         """Return the allowed error of each layer, for each token; it is the same for all tokens of a row."""
         return [
-            torch.cat([self._allowed(spec, q, k, v).expand(len(q)) for q, k, v in self._rows(layer)]) for layer, spec in enumerate(self.case.specs)
+            torch.cat([self._allowed(self._rules(layer), q, k, v).expand(len(q)) for q, k, v in self._rows(layer)])
+            for layer in range(len(self.layers))
         ]
 
-    def _allowed(self, spec: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        exact, dtype = oracle.exact(q, k, v, spec.scale, spec.window), self.case.torch_dtype
-        return oracle.allowed_error(exact, oracle.plain(q, k, v, spec.scale, spec.window, dtype), dtype)
+    def _rules(self, layer: int) -> oracle.Rules:
+        spec = self.case.specs[layer]
+        return oracle.Rules(spec.scale, spec.window, spec.softcap, self.sinks[layer])
+
+    def _allowed(self, rules: oracle.Rules, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        exact, dtype = oracle.exact(q, k, v, rules), self.case.torch_dtype
+        return oracle.allowed_error(exact, oracle.plain(q, k, v, rules, dtype), dtype)
 
     def _rows(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """q, K and V of each row; K and V as the cache keeps them."""

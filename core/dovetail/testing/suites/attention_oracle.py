@@ -5,20 +5,31 @@ It has no paging, no batching and no code of any backend. The plain version meas
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 TIMES_THE_PLAIN_ERROR = 4.0  # an order of sums other than the plain one's changes its error, but hardly by so much
 ROUNDINGS = 12.0  # of a row's largest value, where the plain error happens to be next to nothing
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+class Rules(NamedTuple):
+    """What a layer makes of its scores."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [heads]
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
     """Let the last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and v [tokens, kv_heads, size], float64 -> like q."""
-    return _attend(q.double(), k.double(), v.double(), scale, window, torch.float64)
+    return _attend(q.double(), k.double(), v.double(), rules, torch.float64)
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dtype: torch.dtype) -> torch.Tensor:
     """Do the same with scores, weights and output rounded to `dtype` and all sums in float32, as a simple implementation would. Returns float64."""
-    return _attend(q.float(), k.float(), v.float(), scale, window, dtype).double()
+    return _attend(q.float(), k.float(), v.float(), rules, dtype).double()
 
 
 def kept(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -28,15 +39,20 @@ def kept(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor
     return scaled.clamp(info.min, info.max).to(dtype).double() * float(torch.tensor(scale))
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dtype: torch.dtype) -> torch.Tensor:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).to(q.dtype)
 
     kv_head = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
-    scores = rounded(torch.einsum("qhd,khd->hqk", q, k[:, kv_head]) * scale)
+    scores = rounded(torch.einsum("qhd,khd->hqk", q, k[:, kv_head]) * rules.scale)
+    if rules.softcap is not None:
+        scores = rounded(torch.tanh(scores / rules.softcap) * rules.softcap)
     at, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
-    seen = key <= at if window is None else (key <= at) & (key > at - window)
-    weights = rounded(scores.masked_fill(~seen, -torch.inf).softmax(-1))
+    seen = key <= at if rules.window is None else (key <= at) & (key > at - rules.window)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if rules.sinks is not None:  # one key more, without a value
+        scores = torch.cat([scores, rules.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
+    weights = rounded(scores.softmax(-1))[..., : len(k)]
     return rounded(torch.einsum("hqk,khd->qhd", weights, v[:, kv_head]))
 
 

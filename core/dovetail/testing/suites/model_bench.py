@@ -13,7 +13,7 @@ import torch
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
 from dovetail.runtime.parallel import SINGLE
-from dovetail.testing.suites.attention_oracle import plain
+from dovetail.testing.suites.attention_oracle import Rules, plain
 
 CPU = torch.device("cpu")
 RANK_LIMIT_S = 30  # for a rank to come to where all meet
@@ -64,7 +64,8 @@ class KeptAttention(AttentionLayer):
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         rows = torch.split(q, [tokens for _, tokens in self._sequences.step])
         kept = [self.kept[name] for name, _ in self._sequences.step]
-        values = [plain(row, k, v, self.spec.scale, self.spec.window, q.dtype) for row, (k, v) in zip(rows, kept, strict=True)]
+        rules = Rules(self.spec.scale, self.spec.window, self.spec.softcap, self.sinks)
+        values = [plain(row, k, v, rules, q.dtype) for row, (k, v) in zip(rows, kept, strict=True)]
         if self._sequences.latest is not None:
             self._sequences.latest.fill_(torch.nan)
         self._sequences.latest = torch.cat(values).to(q.dtype)
