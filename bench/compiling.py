@@ -83,19 +83,21 @@ class NoKernel:
 
 
 @contextmanager
-def compiling_for(arch: int) -> Iterator[list[Compiled]]:
+def compiling_for(arch: int, only: str | None = None) -> Iterator[list[Compiled]]:
     """Every kernel that is launched meanwhile, once for each way that it is specialised. Tensors lie on the CPU; nothing is computed, and what
-    kernels would have written is undefined. `gpu_of` tells of that GPU, for the CPU too."""
+    kernels would have written is undefined. `gpu_of` tells of that GPU, for the CPU too. With `only`, kernels of other names aren't compiled."""
     target, kernels, launched = GPUTarget("cuda", arch, 32), list[Compiled](), list[Any]()
 
     def do_compile(function: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: bool) -> NoKernel:
+        launched.append(function)
+        function.device_caches[device][0][key] = NoKernel()
+        if only not in (None, function.fn.__name__):
+            return function.device_caches[device][0][key]  # type: ignore[no-any-return]
         source = GluonASTSource if function.is_gluon() else ASTSource
         compiled = compile(source(function, signature, constexprs, attrs), target=target, options=options.__dict__)
         registers, spilled = _resources(compiled.asm["cubin"])
         source_of, taken, (ptx, cubin) = function.fn, compiled.metadata, (compiled.asm[kind] for kind in ("ptx", "cubin"))
         kernels.append(Compiled(source_of.__module__, source_of.__name__, ptx, cubin, taken.shared, registers, spilled, taken.num_warps))
-        launched.append(function)
-        function.device_caches[device][0][key] = NoKernel()
         return function.device_caches[device][0][key]  # type: ignore[no-any-return]
 
     with ExitStack() as patches:

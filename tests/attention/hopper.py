@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
+import pytest
+from bench import compiling
 from bench.compiling import GPUS, Compiled, compiling_for
 
 SHARED_MEMORY_BYTES = GPUS[90].shared_bytes  # that one program may have
 
 
-def compiling_for_hopper() -> AbstractContextManager[list[Compiled]]:
+def compiling_for_hopper(only: str | None = None) -> AbstractContextManager[list[Compiled]]:
     """As `compiling_for` the architecture of an H200."""
-    return compiling_for(90)
+    return compiling_for(90, only)
+
+
+def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are found as ever, but what they are compiled to is empty: for statements about which there are."""
+    nothing = SimpleNamespace(asm={"cubin": b"", "ptx": ""}, metadata=SimpleNamespace(shared=0, num_warps=4))
+    monkeypatch.setattr(compiling, "compile", lambda *source, **options: nothing)
+    monkeypatch.setattr(compiling, "_resources", lambda cubin: (0, 0))

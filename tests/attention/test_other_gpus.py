@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from bench import compiling
 from bench.compiles import FORMATS_FROM, FP8_FROM, HEAD_SIZES, Case, cases, compiled, entry_points
 from bench.compiling import GPUS, Compiled
+
+from tests.attention.hopper import compile_nothing
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
@@ -83,9 +83,7 @@ def test_every_kernel_has_room_on_every_architecture(arch: int) -> None:
 @pytest.mark.parametrize("arch", [75, 86, 90])  # without matrix units, with them, and a Hopper
 def test_every_kernel_is_launched_for_every_sort_of_architecture(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the slow tests compile; here nothing is."""
-    nothing = SimpleNamespace(asm={"cubin": b"", "ptx": ""}, metadata=SimpleNamespace(shared=0, num_warps=4))
-    monkeypatch.setattr(compiling, "compile", lambda *source, **options: nothing)
-    monkeypatch.setattr(compiling, "_resources", lambda cubin: (0, 0))
+    compile_nothing(monkeypatch)
     launched = [kernel for case in (Case(arch, "float16"), Case(arch, "float16", 64), Case(arch, "float32", 64)) for kernel in compiled(case)]
     assert {kernel.full_name for kernel in launched} == expected_on(arch)
 
