@@ -1,11 +1,8 @@
-"""Where statements about Triton kernels run: on a GPU if there is one, else in Triton's interpreter, in a process of its own."""
+"""Where tests of Triton kernels run: on a GPU if there is one, otherwise in Triton's interpreter, which `tests/test_interpreter.py` starts."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,22 +18,7 @@ if INTERPRETED:
 
     interpreter.mend()
 
-runs_kernels = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or Triton's interpreter, which another test starts")
-starts_the_interpreter = pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the statements run by themselves")
-
-
-def assert_holds_when_interpreted(statements: str) -> None:
-    """Run the tests of a file in a new process: a kernel is interpreted or compiled for good when its module, or triton, is first imported."""
-    path = Path(statements)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", str(path)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=path.parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
-    assert " passed" in run.stdout or "100%" in run.stdout
+runs_kernels = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or Triton's interpreter: tests/test_interpreter.py starts it")
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:

@@ -21,7 +21,7 @@ from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail_samplers import default, device_rows
 from dovetail_samplers.default import DefaultSampler
-from tests.kernels import INTERPRETED, assert_holds_when_interpreted, starts_the_interpreter, take_kernels
+from tests.kernels import INTERPRETED, take_kernels
 from tests.runtime.fakes import HIDDEN, NAN_TOKEN, VOCAB, Bench, generate
 from tests.runtime.recorded import keep_launches, play_graphs_on_the_cpu
 from tests.runtime.test_decode_graphs import GraphsOnCpu, SharingAttention
@@ -56,11 +56,6 @@ class Step:
     leaves: int | None
     comes_back: int | None
     joins: tuple[list[int], RowSampling] | None
-
-
-@starts_the_interpreter
-def test_the_kernels_hold_in_tritons_interpreter() -> None:
-    assert_holds_when_interpreted(__file__)
 
 
 steps = st.builds(

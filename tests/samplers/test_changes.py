@@ -18,7 +18,7 @@ from dovetail.nn import logprobs
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail_samplers import default, device_changes, device_rows
 from dovetail_samplers.default import CAPTURED_LOGPROBS
-from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter, take_kernels
+from tests.kernels import DEVICE, DTYPES, ON_GPU, runs_kernels, take_kernels
 from tests.samplers.helpers import Ready, Row, ready
 from tests.support import examples
 
@@ -30,11 +30,6 @@ some = examples(quick=200 if ON_GPU else 8, full=3000 if ON_GPU else 400)
 few = examples(quick=60 if ON_GPU else 2, full=600 if ON_GPU else 100)
 penalty = st.sampled_from([0.5, 1.0, 1.05, 1.3, 2.0])
 share = st.sampled_from([-1.1, 0.0, 0.1, 1.5])
-
-
-@starts_the_interpreter
-def test_the_kernels_hold_in_tritons_interpreter() -> None:
-    assert_holds_when_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

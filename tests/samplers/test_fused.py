@@ -17,7 +17,7 @@ from dovetail.errors import UnsupportedError
 from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.device_rows import DeviceRows, Parameters, draw_plain
 from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
-from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
+from tests.kernels import DEVICE, DTYPES, ON_GPU, runs_kernels
 from tests.samplers.helpers import Ready, Row, ready
 from tests.support import FULL, examples
 
@@ -55,11 +55,6 @@ WITHOUT_TIES = KEEPING_A_FEW if ON_GPU or FULL else [filters for filters in KEEP
 
 few = examples(quick=100 if ON_GPU else 2, full=1000 if ON_GPU else 100)
 some = examples(quick=200 if ON_GPU else 8, full=3000 if ON_GPU else 200)
-
-
-@starts_the_interpreter
-def test_the_kernels_hold_in_tritons_interpreter() -> None:
-    assert_holds_when_interpreted(__file__)
 
 
 @st.composite
