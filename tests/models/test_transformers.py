@@ -116,10 +116,21 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert states[0] == states[1]
 
 
-def test_8_bit_weights_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path)
-    with pytest.raises(UnsupportedError, match="needs plain weights"):
+def test_a_model_without_linear_layers_of_ours_is_not_quantized(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt2")
+    with pytest.raises(UnsupportedError, match="no linear layer that fp8"):
         load(tmp_path, quantization="fp8")
+
+
+def test_experts_that_are_stored_in_8_bits_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expert = next(name for name in tensors if ".experts." in name)
+    save_file({**tensors, f"{expert}_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"holds .*experts.*weight_scale_inv, which the model doesn't know"):
+        load(tmp_path)
 
 
 def test_config_without_max_length_is_named(tmp_path: Path) -> None:

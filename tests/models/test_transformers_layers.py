@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dovetail_models.transformers_layers import OwnBlock, find_layers
 from tests.models.tiny_configs import random_model, tiny
 
 MAX_LEN = 200
+TOKENS = 12
 
 
 def kinds(model_type: str = "qwen3", **changes: Any) -> dict[str, str]:
@@ -126,11 +128,14 @@ def test_code_that_waits_for_the_device_is_refused(monkeypatch: pytest.MonkeyPat
         tokens_of(tmp_path, "transformers")
 
 
-def tokens_of(directory: Path, component: str, **keys: Any) -> list[list[int]]:
+PROMPTS = ([5, 6, 7], list(range(3, 43)), [9])
+
+
+def tokens_of(directory: Path, component: str, prompts: Sequence[list[int]] = PROMPTS, **keys: Any) -> list[list[int]]:
     config = {"model": {"path": str(directory), "component": component}, "dtype": "float32", "executor": {"name": "local", "num_blocks": 64}, **keys}
     with LLMEngine.from_config(config) as engine:
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-        for index, prompt in enumerate(([5, 6, 7], list(range(3, 43)), [9])):
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        for index, prompt in enumerate(prompts):
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
         got: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
@@ -145,7 +150,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("keys", [{}, {"load_format": "dummy", "seed": 5}, {"dtype": "bfloat16", "load_format": "dummy"}])
+@pytest.mark.parametrize("keys", [{}, {"load_format": "dummy", "seed": 5}, {"dtype": "bfloat16", "load_format": "dummy"}, {"quantization": "fp8"}])
 def test_tokens_are_those_of_the_native_model(checkpoint: Path, keys: dict[str, Any]) -> None:
     assert tokens_of(checkpoint, "transformers", **keys) == tokens_of(checkpoint, "qwen3", **keys)
 
@@ -164,3 +169,13 @@ def test_a_model_is_served_as_it_is_where_replaced_layers_fail(
     monkeypatch.setattr(OwnBlock, "forward", wrong_later)
     assert tokens_of(checkpoint, "transformers") == expected
     assert "none of its layers is replaced" in caplog.text
+
+
+QUANTIZED = sorted(path.parent for path in (Path(__file__).parent / "quantized").glob("*/expected.json"))
+
+
+@pytest.mark.parametrize("directory", QUANTIZED, ids=lambda path: path.name)
+def test_quantized_checkpoints_write_what_their_dequantized_weights_do(directory: Path) -> None:
+    expected = json.loads((directory / "expected.json").read_text())["greedy"]
+    tokens = tokens_of(directory, "transformers", [case["prompt"] for case in expected])
+    assert tokens == [case["tokens"][:TOKENS] for case in expected]

@@ -33,21 +33,23 @@ _OF_THE_CACHE = (".k_scale", ".v_scale", ".kv_scale")  # endings of tensors that
 
 
 @torch.no_grad()
-def load_weights(model: Any, directory: str | Path, progress: Progress | None = None) -> None:
+def load_weights(model: Any, directory: str | Path, progress: Progress | None = None, *, partly: bool = False) -> None:
     """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress` counts tensors.
+    `partly`: the model has rules for some of its parameters only, and the checkpoint may hold other tensors.
 
     Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold either tensor, or both if they are equal.
     Raises `ModelLoadError` naming the file and the tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
     """
     rules = {rule.source: rule for rule in model.weights()}
-    _check_rules(model, rules)
+    if not partly:
+        _check_rules(model, rules)
     rules = {rule.source: rule for rule in _for_each_tensor(rules.values())}
     stored = _tensor_files(Path(directory))
     names = _text_names(stored)
     files = {name: stored[old] for name, old in names.items()}
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
-    _check_names(rules, files, Path(directory))
+    _check_names(rules, {name: path for name, path in files.items() if name in rules} if partly else files, Path(directory))
     todo = [name for name in files if name in rules and rules[name].parameter is not None]
     _expect(rules[name] for name in todo)
     loaded: set[tuple[int, str | None]] = set()

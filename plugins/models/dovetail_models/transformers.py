@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,9 @@ from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelContext, ParallelGroup, WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.format.stored import StoredWeight
 from dovetail.runtime.parallel import SINGLE
-from dovetail.runtime.weights import dummy_weights, random_numbers, some_of
+from dovetail.runtime.weights import dummy_weights, load_weights, random_numbers, some_of
 from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, one_line, specs_of, trace
 from dovetail_models.transformers_check import check
 from dovetail_models.transformers_layers import Layers, OwnHead, Seen, find_layers, watching
@@ -74,10 +75,6 @@ class Transformers(ModelArch):
     def build(self, config: Any, context: BuildContext) -> nn.Module:
         if context.parallel.size > 1:
             raise UnsupportedError("a model through transformers runs on one GPU; set tensor_parallel_size to 1")
-        if context.weights_later:
-            raise UnsupportedError(
-                "a model through transformers needs plain weights (bfloat16, float16 or float32); those stored in 8 or 4 bits need a native model"
-            )
         traced = self._trace(config)
         max_len = context.max_len or int(config.max_position_embeddings)
         _check_rope(config, max_len)
@@ -145,10 +142,14 @@ class TransformersModel(nn.Module):
             dummy_weights(self, seed)
             self.model = _skeleton(self.config, dtype)
         else:
-            self._prove(directory)
-            self.model = _loaded(self.config, directory, dtype)
+            stored = [rule for rule in self.weights() if _is_stored(rule)]
+            if stored:
+                load_weights(_Rules(stored), directory, partly=True)
+            self._prove(directory, stored)
+            self.model = _loaded(self.config, directory, dtype, stored)
             for rule in self.weights():
-                rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
+                if not _is_stored(rule):
+                    rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
         self._base = _base_of(self.model)
         _replace(self._base, self._own)
         del self.own  # they are in the model now
@@ -174,14 +175,21 @@ class TransformersModel(nn.Module):
         for name, own in self._own.items():
             yield from own.rules(self._prefix + name)
 
-    def _prove(self, directory: Path) -> None:
-        """Run the first layers, as many as have one of each kind, in float32, by themselves and in ragged batches."""
+    def _prove(self, directory: Path, stored: Sequence[WeightRule]) -> None:
+        """Run the first layers, as many as have one of each kind, in float32, by themselves and in ragged batches. `stored`: rules of weights that
+        are in their formats already."""
         config, calls = self._shortened
-        alone = _loaded(config, directory, torch.float32, whole=False).to(self._context.device)
+        alone = _loaded(config, directory, torch.float32, stored, whole=False).to(self._context.device)
+        parameters = dict(alone.named_parameters())
+        for rule in stored:
+            if rule.source in parameters:
+                part, weight = rule.parameter.parts[rule.shard_id], rule.parameter
+                parameters[rule.source].data.copy_(part.place(weight.format.dequantized(weight)))
         alone.set_attn_implementation("eager")
         lengths = sorted({1, min(33, self._max_len), min(_longest_needed(self.config, calls), self._max_len)})
         difference = self._difference(alone, self._layers, calls, lengths)
-        if difference is not None and self._layers.found and self._difference(alone, Layers(), calls, lengths) is None:
+        plain = not any(isinstance(rule.parameter, StoredWeight) for rule in self.weights())
+        if difference is not None and plain and self._layers.found and self._difference(alone, Layers(), calls, lengths) is None:
             log.warning("%s: none of its layers is replaced by a faster one, with which %s", type(alone).__name__, difference)
             self._layers, self._own, self.own = Layers(), {}, nn.ModuleList()
         elif difference is not None:
@@ -192,7 +200,7 @@ class TransformersModel(nn.Module):
         batched = copy.deepcopy(alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())})
         batched.set_attn_implementation(NAME)
         base, base_alone = _base_of(batched), _base_of(alone)
-        context = replace(self._context, dtype=torch.float32, parallel=SINGLE)
+        context = replace(self._context, dtype=torch.float32, parallel=SINGLE, weights_later=False)
         own = {found.name: found.make(context) for found in layers.found if _has(base, found.name)}
         for name, layer in own.items():
             for rule in layer.rules(self._prefix + name):
@@ -273,29 +281,47 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def _loaded(config: Any, directory: Path, dtype: torch.dtype, *, whole: bool = True) -> PreTrainedModel:
-    """Return the model with the weights from `directory`, on the CPU. `whole`: the checkpoint may hold no tensor that the model doesn't know, but for
-    parts that a text model leaves out. Raises `ModelLoadError`."""
+class _Rules:
+    """Some of a model's rules, for `load_weights`."""
+
+    def __init__(self, rules: Sequence[WeightRule]) -> None:
+        self._rules = rules
+
+    def weights(self) -> Sequence[WeightRule]:
+        return self._rules
+
+
+def _is_stored(rule: WeightRule) -> bool:
+    """Return True if the checkpoint holds other tensors for this weight than its plain numbers."""
+    return isinstance(rule.parameter, StoredWeight) and any(True for _ in rule.parameter.tensors(rule.shard_id))
+
+
+def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[WeightRule], *, whole: bool = True) -> PreTrainedModel:
+    """Return the model with the weights from `directory`, on the CPU; those of `stored` are undefined. `whole`: the checkpoint may hold no tensor
+    that the model doesn't know, but for parts that a text model leaves out. Raises `ModelLoadError`."""
     config = copy.deepcopy(config)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            str(directory),
-            config=config,
-            dtype=dtype,
-            attn_implementation=NAME,
-            experts_implementation=NAME,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            key_mapping={r"^model\.language_model\.": "model.", r"^language_model\.": ""},  # of checkpoints with a vision model
-        )
+        with _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(directory),
+                config=config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                experts_implementation=NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                key_mapping={r"^model\.language_model\.": "model.", r"^language_model\.": ""},  # of checkpoints with a vision model
+            )
     except Exception as error:
         raise ModelLoadError(f"{directory}: transformers can't load it: {one_line(error)}") from error
-    missing, misshapen = info["missing_keys"], [key for key, *_ in info["mismatched_keys"]]
+    elsewhere = {rule.source for rule in stored}
+    modules = {name.rpartition(".")[0] for name in elsewhere}
+    missing, misshapen = set(info["missing_keys"]) - elsewhere, {key for key, *_ in info["mismatched_keys"]} - elsewhere
     problems = [f"lacks {some_of(missing)}"] if missing else []
     problems += [f"holds tensors of other shapes than the config says: {some_of(misshapen)}"] if misshapen else []
-    unknown = [name for name in info["unexpected_keys"] if not _LEFT_OUT.match(name)] if whole else []
+    unknown = [name for name in info["unexpected_keys"] if not _LEFT_OUT.match(name) and name.rpartition(".")[0] not in modules] if whole else []
     problems += [f"holds {some_of(unknown)}, which the model doesn't know"] if unknown else []
     if problems:
         raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
@@ -388,6 +414,20 @@ def _check_rope(config: Any, max_len: int) -> None:
                 f"rope_parameters.rope_type: with {kind!r} a sequence of more than {original} tokens changes the frequencies of all others in its "
                 f"batch; set max_model_len to {original} or less"
             )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' report of tensors that are missing or unknown, which are told by us, and without its progress bar."""
+    level, had_bar = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if had_bar:
+            transformers.logging.enable_progress_bar()
 
 
 @contextmanager

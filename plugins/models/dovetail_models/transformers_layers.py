@@ -22,6 +22,7 @@ from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import ACTIVATIONS
+from dovetail.nn.format import DENSE
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import Columns, GateUpParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, linear
 from dovetail.nn.norm import QKNorm, RMSNorm
@@ -141,6 +142,8 @@ class OwnLinear(OwnLayer):
     @property
     def weight(self) -> Any:
         """For code of transformers that reads it."""
+        if self.layer.format != DENSE:
+            raise AttributeError("these weights aren't plain numbers")
         return self.layer.weight
 
     @property
