@@ -26,7 +26,7 @@ def test_a_run_prints_its_figures_and_keeps_every_request(engine: Path, tmp_path
     result = RunResult.load(tmp_path / "deep" / "out" / "run.json")
     assert (result.name, result.seed, len(result)) == ("mine", 3, 12)
     assert {(record.max_tokens, record.output_tokens) for record in result} == {(50, 10)}
-    for text in ("TTFT", "TPOT", "ITL", "E2E", "12 of 12 requests completed", "overlap on", "blocks of 16", "never held against a measurement"):
+    for text in ("TTFT", "TPOT", "ITL", "E2E", "12 of 12 requests completed", "overlap on", "blocks of 16", "never validated against measurements"):
         assert text in output
 
 

@@ -109,7 +109,7 @@ def test_bench_serve_with_and_without_start_times(read: Read) -> None:
 def test_each_answer_of_a_chat_is_a_request_whose_prompt_is_all_before(read: Read) -> None:
     trace = read(trace_files.SHAREGPT)
     assert [(request.id, request.prompt_tokens, request.output_tokens) for request in trace] == [("chat/0", 4, 2), ("chat/1", 7, 4)]
-    assert trace.notes[0] == "lengths are counted in words: no tokenizer was given"
+    assert trace.notes[0] == "lengths are counted in words, since no tokenizer was given"
     first, second = (prompt_ids(request, 1000).tolist() for request in trace)
     assert second[:4] == first
 

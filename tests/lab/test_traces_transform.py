@@ -85,7 +85,7 @@ def test_policies_see_the_trace_s_limits_or_one_for_all() -> None:
     limited = set_max_tokens(TRACE, "12")
     assert {request.limit for request in limited} == {12}
     assert [request.output_tokens for request in limited] == [3, 6, 9, 12, 12, 12]
-    assert limited.notes == ("policies see max_tokens=12, which ends 2 of 6 answers early",)
+    assert limited.notes == ("policies see max_tokens=12, which cuts 2 of 6 answers",)
 
 
 @pytest.mark.parametrize("value", ["", "0", "-4", "many", "1.5"])
@@ -99,10 +99,10 @@ def test_all_that_was_done_is_told_in_order(tmp_path: Path) -> None:
     trace = load_workload(str(written(tmp_path, trace_files.VTC_ARENA)), options)
     assert [request.arrival_time for request in trace] == [0.0]
     assert trace.notes == (
-        "arrivals drawn anew: Constant(rate=2.0), seed 3",
+        "arrivals replaced by Constant(rate=2.0), seed 3",
         "slice 1:: 1 of 2 requests",
         "arrival rate scaled by 0.5",
-        "policies see max_tokens=100, which ends 1 of 1 answers early",
+        "policies see max_tokens=100, which cuts 1 of 1 answers",
         "lengths predicted by oracle()",
     )
 

@@ -1,8 +1,8 @@
-"""Service-level objectives over a run: "ttft_p99<0.5,tpot_p99<50ms", and presets with MLPerf's numbers. `capacity` searches for the rate at which
-they still hold.
+"""Service-level objectives of a run: "ttft_p99<0.5,tpot_p99<50ms", and presets with MLPerf's numbers. `capacity` searches for the highest rate that
+meets them.
 
-An objective is on the distribution of all requests sent. One that was rejected, failed or was aborted took for ever: it counts as a miss. So
-`ttft_p99<0.5` says that of all requests 99 % got their first token within half a second.
+An objective applies to the distribution over all requests sent. A rejected, failed or aborted request has infinite latency, so it counts as a miss:
+`ttft_p99<0.5` means that 99 % of all requests got their first token within half a second.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The outcome of an objective. `value` in seconds: infinity if too many requests never got that far, NaN if there was nothing to judge, which
-    counts as met. `share` of what was judged that was within the limit, NaN likewise."""
+    """Outcome of an objective. `value` in seconds: infinity if too many requests never got that far, NaN if there was nothing to evaluate, which
+    counts
+    as met. `share`: share of the evaluated values within the limit, NaN likewise."""
 
     value: float
     met: bool
@@ -70,7 +71,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A statistic of a metric, with its upper limit."""
+    """Upper limit on a statistic of a metric."""
 
     metric: str  # one of METRICS
     q: float | None  # 0 < q < 1, or None for the mean
@@ -84,7 +85,7 @@ class Objective:
         return f"{self.name}<{self.limit_s:g}"
 
     def judge(self, runs: Sequence[RunResult]) -> Judgement:
-        """Judge all runs' requests together. The quantile is the smallest value that a share of `q` doesn't exceed."""
+        """Evaluate the requests of all runs together. The quantile is the smallest value that a share `q` doesn't exceed."""
         values = np.concatenate([np.empty(0), *(_values(run, self.metric) for run in runs)])
         if not len(values):
             return Judgement(math.nan, True, math.nan)
@@ -93,7 +94,7 @@ class Objective:
 
 
 def _values(run: RunResult, metric: str) -> Floats:
-    """Seconds, infinite for requests that didn't complete; those that completed without having the metric (one token has no TPOT) are left out."""
+    """Return seconds, infinite for incomplete requests; complete ones without the metric (one token has no TPOT) are excluded."""
     missed = [record for record in run if not record.completed]
     if metric == "itl":
         return np.concatenate([itl_s(record for record in run if record.completed), np.full(sum(map(_gaps, missed)), math.inf)])
@@ -102,12 +103,12 @@ def _values(run: RunResult, metric: str) -> Floats:
 
 
 def _gaps(record: RequestRecord) -> int:
-    """Return the number of gaps between the tokens that it should have generated."""
+    """Return the number of gaps between the tokens that the request should have generated."""
     return max(1, record.true_tokens - 1)
 
 
 def parse_slo(text: str) -> tuple[Objective, ...]:
-    """Read a preset's name, or objectives joined by commas. Raises `ConfigError`, saying what is wrong and what would be right."""
+    """Parse a preset's name, or objectives separated by commas. Raises `ConfigError`."""
     text = text.strip()
     if text in PRESETS:
         text = PRESETS[text].objectives
@@ -136,7 +137,7 @@ def _objective(text: str) -> Objective:
 
 
 def parse_goodput(text: str) -> Slo:
-    """Read `ttft<0.5,tpot<50ms`: the objectives that each good request meets. Raises `ConfigError`."""
+    """Parse `ttft<0.5,tpot<50ms`: the objectives of each request. Raises `ConfigError`."""
     limits: dict[str, float] = {}
     for part in map(str.strip, text.split(",")):
         match = _OF_REQUEST.fullmatch(part)

@@ -1,6 +1,6 @@
-"""The certainty of a comparison of two policies: paired bootstrap intervals for means and quantiles, on plain arrays.
+"""Confidence intervals for comparisons of two policies: paired bootstrap of means and quantiles, on plain arrays.
 
-`draws` says what is resampled. A change is the logarithm of a ratio inside, so that exchanging the two policies negates it exactly.
+`draws` defines the resampling. Changes are logarithms of ratios internally, so that exchanging the two policies negates them exactly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dovetail_lab.pairs import Floats, Pairs, Statistic
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From `a` to `b`, each the mean over runs of a run's statistic; `relative`, `low` and `high` are shares: -0.31 is 31 % less. `low` and
-    `high` are NaN where no interval can be had."""
+    """Change from `a` to `b`, each the mean over runs of a run's statistic; `relative`, `low` and `high` are shares: -0.31 is 31 % less. `low` and
+    `high` are NaN if no interval is available."""
 
     a: float
     b: float
@@ -34,13 +34,13 @@ class Change:
 
 
 def changes(runs: Sequence[Pairs], statistics: Sequence[Statistic], draws: Draws, confidence: float = 0.95) -> list[Change]:
-    """The change of each statistic from a to b over all runs, with its interval."""
+    """Return the change of each statistic from a to b over all runs, with its interval."""
     logs = draws.logs(runs, statistics)
     return [_change(*per_run(runs, statistic), logs[index], draws.units, confidence) for index, statistic in enumerate(statistics)]
 
 
 def scalar_change(a: Floats, b: Floats, draws: Draws, confidence: float = 0.95) -> Change:
-    """Return the change of a metric with one number a run. Only drawing whole runs gives it an interval."""
+    """Return the change of a metric with one number per run. It has an interval only if whole runs are drawn."""
     logs = draws.of_scalars(a, b) if isinstance(draws, SeedDraws) else np.full(1, math.nan)
     return _change(a, b, logs, draws.units, confidence)
 
@@ -57,7 +57,7 @@ def _change(a_of_runs: Floats, b_of_runs: Floats, logs: Floats, units: int, conf
 
 
 def _widening(confidence: float, units: int) -> float:
-    """A percentile bootstrap of n units is too narrow: by sqrt((n - 1) / n), and by using the normal's quantile where Student's t is due
-    (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.3)."""
+    """Return the factor by which intervals are widened: a percentile bootstrap of n units is too narrow by sqrt((n - 1) / n), and by using the
+    quantile of the normal instead of Student's t (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.3)."""
     level = (1 + confidence) / 2
     return math.sqrt(units / (units - 1)) * float(special.stdtrit(units - 1, level) / special.ndtri(level))

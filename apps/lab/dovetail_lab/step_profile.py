@@ -1,5 +1,6 @@
-"""Profiles: a step-time model, the host's own times, and a description of what was measured. A profile is a .json file, the name of one that the
-lab ships, or a mapping in `engine.yaml`; the simulated executor reads it, and calibration writes it."""
+"""Profiles: a step-time model, the host's times, and a description of the measured engine. A profile is a .json file, the name of one shipped with
+the
+lab, or a mapping in `engine.yaml`; the simulated executor reads it, and calibration writes it."""
 
 from __future__ import annotations
 
@@ -43,8 +44,7 @@ BUILT_IN: Mapping[str, type[BaseModel]] = {
 
 
 class Spread(Described):
-    """The distribution of measured over fitted step times, for each regime: the mean between each two neighbours of `LEVELS`.
-    None: always 1."""
+    """Distribution of measured over fitted step times, by regime: the mean between each two neighbors of `LEVELS`. None: always 1."""
 
     decode: tuple[Seconds, ...] = ()
     recorded: tuple[Seconds, ...] = ()
@@ -62,14 +62,15 @@ class Spread(Described):
         return ratios
 
     def drawn(self, regime: Regime, share: float) -> float:
-        """Return the value at `share` of the distribution, from 0 to less than 1."""
+        """Return the distribution's value at `share`, from 0 to less than 1."""
         ratios = self.of(regime)
         return ratios[bisect_right(LEVELS, share) - 1] if ratios else 1.0
 
 
 def chance(seed: int, step: int, stream: int) -> float:
-    """From 0 to less than 1, in no order: of integers alone, so that it is the same in every run and on every machine. The mixing is SplitMix64's
-    (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA '14)."""
+    """Return a pseudorandom number from 0 to less than 1, computed only from integers, so that it is the same in every run and on every machine.
+    Mixes
+    like SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA '14)."""
     mixed = 0
     for part in (seed, stream, step):
         mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
@@ -80,59 +81,51 @@ def chance(seed: int, step: int, stream: int) -> float:
 
 
 class StepTimeProfile(Described):
-    """A step-time model with its papers: which machine, fitted on what, how wrong. A file of it is what `dovetail lab calibrate` writes."""
+    """A step-time model with its provenance: machine, measurements, error. `dovetail lab calibrate` writes it as a file."""
 
     dovetail_step_times: Literal[1] = 1
-    name: str = Field(description="For tables and reports.")
+    name: str = Field(description="Display name.")
     step_time: dict[str, Any] = Field(
         description='The model: its kind ("linear", "piecewise", "regimes", "table", "roofline" or "package.module:Class") and its numbers.'
     )
-    core_s: Seconds = Field(default=0.0, description="The core's own time before a step: planning, batch.")
-    core_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
-    admission_s: Seconds = Field(default=0.0, description="What it adds that any request takes a row in the step.")
-    per_admitted_s: Seconds = Field(default=0.0, description="What each of these adds.")
-    launch: dict[str, Any] | None = Field(
-        default=None, description="How long handing a step over takes the core: a model, as `step_time` is. Unset: no time."
-    )
-    joining_s: Seconds = Field(
-        default=0.0, description="Of that, in steps with prefills: what is for requests that take a row. Where none does it is so much less."
-    )
-    launch_spread: Spread | None = Field(default=None, description="How launching varies from step to step. Unset: not at all.")
-    core_spread: Spread | None = Field(default=None, description="How the core's own time before a step varies. Unset: not at all.")
-    after_launch_s: Seconds = Field(
-        default=0.0, description="A step that is computed while it is launched goes on for so long after it was handed over, at least."
-    )
+    core_s: Seconds = Field(default=0.0, description="The core's time before a step: planning, building the batch.")
+    core_per_row_s: Seconds = Field(default=0.0, description="Additional core time per request in the step.")
+    admission_s: Seconds = Field(default=0.0, description="Additional core time if any request takes a row in the step.")
+    per_admitted_s: Seconds = Field(default=0.0, description="Additional core time per request that takes a row.")
+    launch: dict[str, Any] | None = Field(default=None, description="The core's time to submit a step: a model like `step_time`. Unset: 0.")
+    joining_s: Seconds = Field(default=0.0, description="Part of `launch` in steps with prefills that is saved if no request takes a row.")
+    launch_spread: Spread | None = Field(default=None, description="Variation of `launch` between steps. Unset: none.")
+    core_spread: Spread | None = Field(default=None, description="Variation of the core's time before a step. Unset: none.")
+    after_launch_s: Seconds = Field(default=0.0, description="Minimum time after its launch of a step computed during the launch.")
     recorded_tokens: int = Field(
         default=0,
         ge=0,
-        description="A step with prefills of up to so many tokens is one recorded graph, and begins when launched; others are computed meanwhile.",
+        description="Steps with prefills of up to this many tokens are one graph, which starts after its launch; others run during it.",
     )
-    sampling_share: float = Field(
-        default=0.0, ge=0, le=1, description="Of launching such a step: what is left to do when its graph begins, which is sampling."
-    )
+    sampling_share: float = Field(default=0.0, ge=0, le=1, description="Share of the launch of such a step after its graph has started: sampling.")
     copying_share: float = Field(
-        default=0.0, ge=0, le=1, description="Of launching a step of decodes: what is left to do when its graph begins, such as copying results."
+        default=0.0, ge=0, le=1, description="Share of the launch of a decode step after its graph has started, such as copying results."
     )
     setup_s: Seconds = Field(
-        default=0.0, description="What the device does for a recorded step with prefills before its graph, unless that is launched late anyway."
+        default=0.0, description="Device time before the graph of a recorded step with prefills, unless the graph is launched late anyway."
     )
-    request_s: Seconds = Field(default=0.0, description="The core's own time for each request that it takes in, between two steps.")
-    results_s: Seconds = Field(default=0.0, description="From a step's end until its tokens are delivered.")
-    results_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
-    error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the steps it was judged on.")
-    judged_on: str = Field(default="", description="Which steps, how many.")
-    kv_tokens: int | None = Field(default=None, ge=1, description="Tokens in the KV pool of the engine that was measured.")
+    request_s: Seconds = Field(default=0.0, description="The core's time to accept a request, between two steps.")
+    results_s: Seconds = Field(default=0.0, description="Time from a step's end until its tokens are delivered.")
+    results_per_row_s: Seconds = Field(default=0.0, description="Additional delivery time per request in the step.")
+    error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the evaluated steps.")
+    judged_on: str = Field(default="", description="The evaluated steps: which, how many.")
+    kv_tokens: int | None = Field(default=None, ge=1, description="Tokens in the KV pool of the measured engine.")
     max_in_flight: int | None = Field(
-        default=None, ge=1, le=8, description="Steps in flight at most of the engine that was measured: 1 without overlap. Unset: unknown."
+        default=None, ge=1, le=8, description="Maximum number of steps in flight in the measured engine; 1 without overlap. Unset: unknown."
     )
     machine: str = ""
     model: str = ""
-    engine: str = Field(default="", description="What was measured, with its version.")
-    source: str = Field(default="", description="Where the measurements come from, and their licence.")
+    engine: str = Field(default="", description="The measured engine, with its version.")
+    source: str = Field(default="", description="Source of the measurements, and their license.")
     notes: tuple[str, ...] = ()
 
     def planning_s(self, rows: int, admitted: int = 0) -> float:
-        """Return the core's own seconds until it hands over a step of so many requests, of which `admitted` take a row in it."""
+        """Return the core's seconds before the submission of a step of `rows` requests, `admitted` of which take a row in it."""
         seconds = self.core_s + self.core_per_row_s * rows
         return seconds + self.admission_s + self.per_admitted_s * admitted if admitted else seconds
 
@@ -141,7 +134,7 @@ class StepTimeProfile(Described):
         return self.results_s + self.results_per_row_s * rows
 
     def make(self) -> StepTimeModel:
-        """Raises `ConfigError` if `step_time` describes no model."""
+        """Create the model. Raises `ConfigError` if `step_time` is invalid."""
         return self._model(self.step_time)
 
     @property
@@ -149,11 +142,11 @@ class StepTimeProfile(Described):
         return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s, self.copying_share, self.setup_s)
 
     def make_launch(self) -> StepTimeModel | None:
-        """Return the model of the time of submitting a step in which requests take rows. Raises `ConfigError` if `launch` describes no model."""
+        """Return the model of the time to submit a step in which requests take rows. Raises `ConfigError` if `launch` is invalid."""
         return None if self.launch is None else self._model(self.launch)
 
     def launching_s(self, launch: StepTimeModel | None, shape: StepShape, joins: bool) -> float:
-        """The time that handing such a step over takes, by the model that `make_launch` made; `joins`: a request takes a row in it."""
+        """Return the time to submit such a step, by the model of `make_launch`. `joins`: a request takes a row in it."""
         if launch is None:
             return 0.0
         seconds = launch.seconds(shape)
@@ -179,9 +172,9 @@ class StepTimeProfile(Described):
 
     @classmethod
     def load(cls, source: str | Mapping[str, Any]) -> StepTimeProfile:
-        """From a file that ends in .json, the name of one that the lab ships, a profile as a mapping, or the mapping of a model alone.
+        """Load from a .json file, the name of a profile shipped with the lab, a profile as a mapping, or a mapping with only a model.
 
-        Raises `ConfigError` with the file, or the names that there are.
+        Raises `ConfigError` with the file, or the valid names.
         """
         if isinstance(source, Mapping):
             values, origin = ({"name": str(source.get("kind", "?")), "step_time": dict(source)} if "kind" in source else dict(source)), "step_time"
@@ -197,7 +190,7 @@ class StepTimeProfile(Described):
 
 
 def shipped_profiles() -> list[str]:
-    """Names that `StepTimeProfile.load` knows."""
+    """Return the names that `StepTimeProfile.load` accepts."""
     return sorted(entry.name.removesuffix(".json") for entry in files("dovetail_lab").joinpath("profiles").iterdir() if entry.name.endswith(".json"))
 
 
@@ -209,11 +202,11 @@ def _read(source: str) -> Any:
             return json.loads(files("dovetail_lab").joinpath("profiles", f"{source}.json").read_text(encoding="utf-8"))
     except (OSError, UnicodeError, ValueError) as error:
         raise ConfigError(f"{source}: can't be read as step times: {getattr(error, 'strerror', None) or error}") from None
-    raise ConfigError(f"step times {source!r}: neither a .json file nor one of those shipped: {', '.join(shipped_profiles())}")
+    raise ConfigError(f"step times {source!r}: neither a .json file nor a shipped profile: {', '.join(shipped_profiles())}")
 
 
 def _imported(kind: Any, name: str) -> type[BaseModel]:
-    """Somebody else's model, by "package.module:Class"."""
+    """Import a third-party model by "package.module:Class"."""
     if isinstance(kind, str) and kind.count(":") == 1:
         module, _, attribute = kind.partition(":")
         try:

@@ -1,7 +1,7 @@
-"""The time of a step on the device: `StepTimeModel`, and the built-in models whose numbers are measured. `step_profile` reads them from files.
+"""Time of a step on the device: `StepTimeModel`, and the built-in models with measured coefficients. `step_profile` reads them from files.
 
-A model sees the shape of a batch, never a request. Its answer is a function of integers by plain float arithmetic in a fixed order, so that it is
-the same on every machine.
+A model sees the shape of a batch, never a request. Its result is a function of integers by plain float arithmetic in a fixed order, so that it is the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StepShape(NamedTuple):
-    """The work of a batch. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode."""
+    """Work of a batch. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode."""
 
     rows: int
-    tokens: int  # new ones, of all rows
+    tokens: int  # new tokens of all rows
     prefill_rows: int
-    prefill_tokens: int  # new ones, of prefill rows
-    context_tokens: int  # whose K and V are read: of each row those it had and its new ones
-    prefill_pairs: int  # of a query and a key it sees, in prefill rows: the work of causal attention
-    prefill_length: int = 0  # tokens of the longest prefill row, those it had and its new ones: how long one query may take
+    prefill_tokens: int  # new tokens of prefill rows
+    context_tokens: int  # tokens with K and V to read: old and new ones of all rows
+    prefill_pairs: int  # (query, key) pairs in prefill rows: the work of causal attention
+    prefill_length: int = 0  # old and new tokens of the longest prefill row: bounds the time of one query
 
     @classmethod
     def of(cls, new_tokens: Integers, context: Integers) -> StepShape:
-        """Make a shape from the tokens that each row computes [rows], and had computed before [rows]."""
+        """Create a shape from the number of tokens that each row computes [rows], and has computed before [rows]."""
         rows, tokens = len(new_tokens), int(np.add.reduce(new_tokens))  # `sum` would take twice as long
         read = int(np.add.reduce(context)) + tokens
         if tokens == rows:
@@ -51,29 +51,29 @@ class StepShape(NamedTuple):
 
 
 class StepTimeModel(Protocol):
-    """A model of the time that a batch takes."""
+    """Predicts the time of a batch."""
 
     def seconds(self, shape: StepShape) -> float:
         """Return the time on the device, from its first kernel to its sampled ids; more than 0 and finite."""
 
 
 class Described(BaseModel):
-    """A part of a profile: read from JSON, never changed, no key that it doesn't know."""
+    """Base of a profile's parts: read from JSON, immutable, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Regime(Enum):
-    """The way in which a step is launched."""
+    """How a step is launched."""
 
-    DECODE = "decode"  # decodes alone: one recorded graph
+    DECODE = "decode"  # only decodes: one recorded graph
     RECORDED = "recorded"  # with prefills, one recorded graph as well
     LAUNCHED = "launched"  # with prefills, kernel by kernel
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRule:
-    """The rule by which a step is computed after its launching, or meanwhile.
+    """Whether a step is computed after its launch, or during it.
 
     decodes:           | launching .... | copying too |
                                         | computing .............. |
@@ -83,11 +83,11 @@ class LaunchRule:
                          computing, now and then waiting ..... |
     """
 
-    recorded_tokens: int = 0  # a step with prefills of up to so many tokens is one graph
-    sampling_share: float = 0.0  # of launching such a step: what is left to do when the graph begins
+    recorded_tokens: int = 0  # steps with prefills of up to this many tokens are one graph
+    sampling_share: float = 0.0  # share of the launch of such a step after its graph has started
     after_launch_s: float = 0.0
-    copying_share: float = 0.0  # of launching a step of decodes: what is left to do when its graph begins
-    setup_s: float = 0.0  # what the device does for a step with prefills before its graph begins, unless that is late anyway
+    copying_share: float = 0.0  # share of the launch of a decode step after its graph has started
+    setup_s: float = 0.0  # device time of a step with prefills before its graph, unless that is late anyway
 
     def regime(self, shape: StepShape) -> Regime:
         if not shape.prefill_rows:
@@ -95,8 +95,9 @@ class LaunchRule:
         return Regime.RECORDED if shape.tokens <= self.recorded_tokens else Regime.LAUNCHED
 
     def occupied_s(self, shape: StepShape, seconds: float, late_s: float, launch_s: float) -> float:
-        """Return how long a step that takes `seconds` to compute occupies the device, if its launching took `launch_s` and ended `late_s` after the
-        device was free for it (negative: before)."""
+        """Return how long a step with `seconds` of computation occupies the device, if its launch took `launch_s` and ended `late_s` after the device
+        was
+        free (negative: before)."""
         regime = self.regime(shape)
         if regime is Regime.DECODE:
             return max(seconds + max(late_s - self.copying_share * launch_s, 0.0), late_s)
@@ -105,7 +106,8 @@ class LaunchRule:
         return max(seconds, late_s + self.after_launch_s)
 
     def computed_s(self, shape: StepShape, occupied_s: float, late_s: float, launch_s: float) -> float:
-        """The other way round: what a step computes that kept the device for `occupied_s`; at most, if that was until its launching had ended."""
+        """Inverse of `occupied_s`: return the computing time of a step that occupied the device for `occupied_s`; an upper bound if it was busy until
+        its launch had ended."""
         regime = self.regime(shape)
         if regime is Regime.LAUNCHED:
             return occupied_s
@@ -115,8 +117,9 @@ class LaunchRule:
 
 
 class LinearStepTime(Described):
-    """A sum of terms: weights are read once (`base_s`), every token runs through them, K and V are read, prefills attend, rows are sampled. Of a
-    mixture of experts only those are read that some token of the batch has chosen: few by a few tokens, nearly all by a hundred."""
+    """Sum of terms: weights are read once (`base_s`), every token is multiplied by them, K and V are read, prefills attend, rows are sampled. Of a
+    mixture
+    of experts, only the experts chosen by some token of the batch are read: few by a few tokens, nearly all by a hundred."""
 
     kind: Literal["linear"] = "linear"
     base_s: Seconds
@@ -124,8 +127,8 @@ class LinearStepTime(Described):
     per_context_s: Seconds = 0.0
     per_pair_s: Seconds = 0.0
     per_row_s: Seconds = 0.0
-    experts_s: Seconds = Field(default=0.0, description="What reading the weights of all experts takes.")
-    expert_share: float = Field(default=0.0, ge=0, le=1, description="The share of the experts that a token chooses: k of E.")
+    experts_s: Seconds = Field(default=0.0, description="Time to read the weights of all experts.")
+    expert_share: float = Field(default=0.0, ge=0, le=1, description="Share of the experts that a token chooses: k / E.")
 
     def seconds(self, shape: StepShape) -> float:
         experts_s = self.experts_s * share_touched(self.expert_share, shape.tokens) if self.experts_s else 0.0
@@ -140,8 +143,8 @@ class LinearStepTime(Described):
 
 
 def share_touched(share: float, tokens: int) -> float:
-    """Return 1 - (1 - share)^tokens: the share of experts that some token chooses, if each token chooses `share` of them, any set as likely as any
-    other. The power is one of squarings in a fixed order: the same on every machine."""
+    """Return 1 - (1 - share)^tokens: the share of experts chosen by some token, if each token chooses a share `share` of them uniformly. The power is
+    computed by squarings in a fixed order: the same on every machine."""
     power, factor = 1.0, 1.0 - share
     while tokens:
         if tokens & 1:
@@ -152,27 +155,29 @@ def share_touched(share: float, tokens: int) -> float:
 
 
 class PiecewiseStepTime(Described):
-    """A linear model except that the time for the batch's size follows measured points: flat while reading the weights takes longest, steep where
-    computing does, with the steps of tile sizes and captured graphs between them. Where a graph is recorded for each of some `sizes`, what counts is
-    the next size: a staircase. While rows, or a prefill's queries, are few, how long a row is counts beside how much K and V is read in all: parts of
-    the device alone read it."""
+    """Linear model with a piecewise-linear term for the batch's size through measured points: flat while reading the weights dominates, steep where
+    computing does, with steps at tile sizes and captured graphs in between. If graphs are recorded for `sizes`, the next size counts: a staircase.
+    With
+    few rows, or few queries of a prefill, the length of a row matters besides the total K and V read: only parts of the device read it."""
 
     kind: Literal["piecewise"] = "piecewise"
-    points: tuple[tuple[int, Seconds], ...] = Field(min_length=2, description="(tokens in the batch, seconds), by tokens; extended beyond both ends.")
+    points: tuple[tuple[int, Seconds], ...] = Field(
+        min_length=2, description="(tokens in the batch, seconds), ascending; extrapolated beyond both ends."
+    )
     per_context_s: Seconds = 0.0
     per_pair_s: Seconds = 0.0
     per_row_s: Seconds = 0.0
-    least_s: Seconds = Field(default=0.0, description="What launching the step takes: it is never shorter.")
-    sizes: tuple[int, ...] = Field(default=(), description="Tokens are padded to the next of these, rising; more than the last are not.")
+    least_s: Seconds = Field(default=0.0, description="Lower bound: the time to launch the step.")
+    sizes: tuple[int, ...] = Field(default=(), description="Ascending sizes that tokens are padded to; not padded above the last.")
     per_length_s: Seconds = Field(
         default=0.0,
-        description="What each token adds of the longest prefill row, or of the mean context of decodes alone, however many rows there are.",
+        description="Time per token of the longest prefill row, or of the mean context in decode-only steps, independent of the number of rows.",
     )
-    beside_s: Seconds = Field(default=0.0, description="What it adds that prefills have decodes beside them.")
+    beside_s: Seconds = Field(default=0.0, description="Additional time of prefills with decodes beside them.")
     corrections: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = Field(
         default=(),
-        description="For decodes alone, by rows, padding included: (context tokens, what was measured over all of the above), by context. "
-        "Between rows, and between contexts, the ratio is interpolated; beyond them it stays.",
+        description="For decode-only steps, by rows including padding: (context tokens, measured / modeled time), by context. "
+        "The ratio is interpolated between rows and contexts, and constant beyond them.",
     )
 
     @model_validator(mode="after")
@@ -181,7 +186,7 @@ class PiecewiseStepTime(Described):
         if tokens != sorted(set(tokens)) or tokens[0] < 0:
             raise ValueError(f"points must be ordered by tokens, each count once, got {tokens}")
         if list(self.sizes) != sorted(set(self.sizes)):
-            raise ValueError(f"sizes must rise, got {list(self.sizes)}")
+            raise ValueError(f"sizes must be ascending, got {list(self.sizes)}")
         return self
 
     @cached_property
@@ -209,18 +214,18 @@ class PiecewiseStepTime(Described):
 
     def _correction(self, rows: int, context: int) -> float:
         at = bisect_left(self._corrected_rows, rows)
-        around = self.corrections[max(at - 1, 0) : at + 1]  # one of the two, beyond an end
+        around = self.corrections[max(at - 1, 0) : at + 1]  # only one of the two beyond an end
         ratios = [_interpolated(ratios, context) for _, ratios in around]
         return _interpolated(tuple(zip((rows for rows, _ in around), ratios, strict=True)), rows)
 
     def scaled(self, factor: float) -> PiecewiseStepTime:
-        """Return the model with all its seconds multiplied by `factor`."""
+        """Return the model with all times multiplied by `factor`."""
         points = tuple((tokens, factor * seconds) for tokens, seconds in self.points)
         return self.model_copy(update={"points": points, **{name: factor * value for name, value in self if name.endswith("_s")}})
 
 
 def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
-    """Between (x, y) of rising x; beyond them as at the end."""
+    """Interpolate between points (x, y) with ascending x; constant beyond them."""
     for (low, low_y), (high, high_y) in pairwise(points):
         if x < high:
             return low_y + (high_y - low_y) * max(x - low, 0.0) / (high - low)
@@ -228,19 +233,19 @@ def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def padded(tokens: int, sizes: Sequence[int]) -> int:
-    """The next of rising `sizes`, or `tokens` themselves above the last."""
+    """Return the next of ascending `sizes`, or `tokens` above the last."""
     at = bisect_left(sizes, tokens)
     return sizes[at] if at < len(sizes) else tokens
 
 
 class RegimeStepTime(Described):
-    """Decodes alone, steps with prefills, and large ones of these, each piecewise: engines replay recorded graphs where they can, and launch the
-    rest kernel by kernel."""
+    """Piecewise models for decode-only steps, steps with prefills, and large steps with prefills: engines replay recorded graphs where they can, and
+    launch the rest kernel by kernel."""
 
     kind: Literal["regimes"] = "regimes"
     decode: PiecewiseStepTime
-    mixed: PiecewiseStepTime = Field(description="A step with prefills, alone or beside decodes.")
-    large: PiecewiseStepTime | None = Field(default=None, description="The same, of more than `large_above` tokens.")
+    mixed: PiecewiseStepTime = Field(description="Steps with prefills, with or without decodes.")
+    large: PiecewiseStepTime | None = Field(default=None, description="The same, with more than `large_above` tokens.")
     large_above: int = Field(default=0, ge=0)
 
     def seconds(self, shape: StepShape) -> float:
@@ -252,19 +257,19 @@ class RegimeStepTime(Described):
 
 
 class Grid(Described):
-    """Seconds over two numbers, bilinear between the measured points and beyond them."""
+    """Seconds as a function of two numbers, bilinear between the measured points and beyond them."""
 
-    across: tuple[int, ...] = Field(min_length=2, description="Tokens or rows, rising.")
-    down: tuple[int, ...] = Field(min_length=2, description="Mean context of a row, in tokens, rising.")
-    seconds: tuple[tuple[Seconds, ...], ...] = Field(description="One row for each of `down`, one entry for each of `across`.")
+    across: tuple[int, ...] = Field(min_length=2, description="Tokens or rows, ascending.")
+    down: tuple[int, ...] = Field(min_length=2, description="Mean context per row in tokens, ascending.")
+    seconds: tuple[tuple[Seconds, ...], ...] = Field(description="One row per entry of `down`, one value per entry of `across`.")
 
     @model_validator(mode="after")
     def _whole(self) -> Grid:
         for name, axis in (("across", self.across), ("down", self.down)):
             if list(axis) != sorted(set(axis)):
-                raise ValueError(f"{name} must rise, got {list(axis)}")
+                raise ValueError(f"{name} must be ascending, got {list(axis)}")
         if len(self.seconds) != len(self.down) or any(len(row) != len(self.across) for row in self.seconds):
-            raise ValueError(f"seconds must be {len(self.down)} rows of {len(self.across)} entries, as `down` and `across` say")
+            raise ValueError(f"seconds must be {len(self.down)} rows of {len(self.across)} entries, to match `down` and `across`")
         return self
 
     def at(self, x: float, y: float) -> float:
@@ -277,12 +282,12 @@ class Grid(Described):
 
 
 class TableStepTime(Described):
-    """Measured tables, one of pure decodes and one of pure prefills. A mixed batch takes the sum, less what both have in common: the smallest
-    step, which is the reading of the weights."""
+    """Measured tables of decode-only and prefill-only steps. A mixed batch takes the sum, minus the common part: the smallest step, which reads the
+    weights."""
 
     kind: Literal["table"] = "table"
-    decode: Grid = Field(description="Across: rows. Down: tokens that a row has.")
-    prefill: Grid = Field(description="Across: new tokens of all rows. Down: tokens that a row had before.")
+    decode: Grid = Field(description="Across: rows. Down: tokens per row.")
+    prefill: Grid = Field(description="Across: new tokens of all rows. Down: previous tokens per row.")
 
     @cached_property
     def _common_s(self) -> float:
@@ -293,7 +298,7 @@ class TableStepTime(Described):
         prefill_context = 0.0
         if shape.prefill_tokens:
             new = shape.prefill_tokens
-            within = new * (new / shape.prefill_rows + 1) / 2  # pairs among the new tokens of prefills of equal length
+            within = new * (new / shape.prefill_rows + 1) / 2  # pairs among the new tokens, for prefills of equal length
             prefill_context = max(0.0, (shape.prefill_pairs - within) / new)
             prefill = self.prefill.at(new, prefill_context)
         if shape.decodes:
@@ -304,6 +309,6 @@ class TableStepTime(Described):
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """The interval of a rising axis, and where in it: below 0 or above 1 beyond the ends."""
+    """Return the interval of an ascending axis, and the position in it: below 0 or above 1 beyond the ends."""
     at = min(max(bisect_left(axis, value), 1), len(axis) - 1)
     return at - 1, (value - axis[at - 1]) / (axis[at] - axis[at - 1])

@@ -1,7 +1,8 @@
-"""The timing of sighted steps: how long each was on the device, how much of that was waiting for launches, and the profile's times fitted to many.
+"""Timing of sighted steps: how long each was on the device, how much of that was waiting for launches, and the profile's times fitted to many.
 
-A step's end is seen when the core asks for it, which may be long after: while the next step is launched nobody asks. So an end counts as seen only
-where the core waited for it; else it follows from the end before, since steps run one after the other and each one's own duration is exact.
+The core sees a step's end when it polls, which may be much later, since it doesn't poll while launching the next step. So an end counts as observed
+only if the core waited for it; otherwise it is derived from the previous end, since steps run one after the other and each one's own duration is
+exact.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from dovetail_lab.rig import Sighting
 from dovetail_lab.step_profile import LEVELS, Spread
 from dovetail_lab.step_time import LaunchRule, Regime, RegimeStepTime, StepShape
 
-WAITED_S = 3e-5  # a wait that is shorter may have found the step ended
-LAUNCH_BOUND = 0.15  # of its time: a step that ends so soon after its launching was as long as that, whatever it computed
-HICCUP = 1.6  # times the median of launching steps of about the same size
-LEAST_LAUNCH_S = 1e-6  # a core that hands over faster than this has nothing to measure
-LEAST_COMPUTED = 0.01  # of its time: a step that computes less than that was misunderstood
-IN_TIME = 6  # decode steps of a cell: if so many were launched in time, the others aren't needed
-LATE = 0.5  # of launching it: a step that late shows all of what it computes meanwhile
-SPREAD_OVER = 50  # steps: of fewer nobody knows how they vary
+WAITED_S = 3e-5  # after a shorter wait, the step may have ended before
+LAUNCH_BOUND = 0.15  # share of its time: a step that ends this soon after its launch was bound by it
+HICCUP = 1.6  # multiple of the median launch of steps of about the same size
+LEAST_LAUNCH_S = 1e-6  # shorter launches aren't measurable
+LEAST_COMPUTED = 0.01  # share of its time: a step that computes less was misinterpreted
+IN_TIME = 6  # decode steps of a cell: if this many were launched in time, the others aren't needed
+LATE = 0.5  # share of its launch: with that delay, all computation during the launch is visible
+SPREAD_OVER = 50  # steps; with fewer the variation is unknown
 
 Cells = Sequence[Sequence[tuple["Timed", ...]]]  # repetitions of the same together
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One step on the device. Seconds."""
+    """One step on the device. Times in seconds."""
 
     shape: StepShape
-    launch_s: float  # that handing it over took
-    waited_s: float  # from then on until the device was free for it
-    seconds: float  # from then on until it had ended
-    yields_token: bool = True  # a token, for anybody
-    goes_on: bool = False  # with prompts, all of which had a row before, as far as that was noted: it is launched sooner
+    launch_s: float  # time to submit it
+    waited_s: float  # from then until the device was free for it
+    seconds: float  # from then until it had ended
+    yields_token: bool = True  # any row yields a token
+    goes_on: bool = False  # all its prompts had a row before, as far as recorded: its launch is shorter
 
     @property
     def late_s(self) -> float:
-        """The time for which the device was free before all of the step was launched; negative if it was launched earlier."""
+        """Time for which the device was idle before the whole step was launched; negative if it was launched earlier."""
         return self.launch_s - self.waited_s
 
     @property
@@ -54,7 +55,7 @@ class Timed:
         return self.seconds - self.late_s
 
     def launch_bound(self, rule: LaunchRule) -> bool:
-        """True if the step gives only an upper bound of its computing time."""
+        """True if the step gives only an upper bound on its computing time."""
         return rule.regime(self.shape) is Regime.LAUNCHED and self.late_s > 0 and self.after_launch_s < LAUNCH_BOUND * self.seconds
 
     def computed_s(self, rule: LaunchRule) -> float:
@@ -62,7 +63,7 @@ class Timed:
 
 
 def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
-    """Yield the timed steps in order. Without overlap nothing is launched while the device is busy: a step takes as long as the executor says."""
+    """Yield the timed steps in order. Without overlap nothing is launched while the device is busy, so the executor's times are exact."""
     sightings = list(sightings)
     noted = any(sighting.added for sighting in sightings)
     before = -np.inf
@@ -80,7 +81,7 @@ def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """A profile's `step_time`, `launch`, and the rule that both are used by."""
+    """A profile's `step_time` and `launch`, and the launch rule for both."""
 
     step_time: RegimeStepTime
     launch: RegimeStepTime | None
@@ -88,11 +89,13 @@ class DeviceTimes:
 
     @classmethod
     def fit(cls, cells: Cells) -> DeviceTimes:
-        """On repetitions of the same: of steps the median counts, of launching the mean, since each one delays the next.
+        """Fit to repetitions of the same steps: by the median of steps, and the mean of launches, since each launch delays the next.
 
-        Nobody says which steps are recorded graphs, and of which sizes. So all is tried, and what explains the measured times best is kept if it is
-        clearly better than that there are none: a graph that was launched when the device was free took longer than the same one launched before, by
-        what launching took. Decodes, which depend on nothing of that, are looked at first.
+        Which steps are recorded graphs, and of which sizes, is unknown. So all possibilities are tried, and the best one is kept if it is clearly
+        better
+        than no graphs: a graph launched when the device was idle took longer than the same one launched before, by the time of the launch. Decodes,
+        which
+        don't depend on this, are fitted first.
 
         Raises `ConfigError` if decodes, or steps with prefills, are missing.
         """
@@ -121,7 +124,7 @@ class DeviceTimes:
         boundary: int | None = None,
         sizes: Sequence[int] = (),
     ) -> DeviceTimes:
-        """If steps are launched by this rule, but for what of it is measured; decodes are padded to `rows`; the others as for `fit_regimes`."""
+        """Fit assuming this launch rule, except for its measured parts; decodes are padded to `rows`; other arguments as in `fit_regimes`."""
         bound = [one for one in middle if one[0].launch_bound(rule)]
         free = [one for one in middle if not one[0].launch_bound(rule)]
 
@@ -140,16 +143,16 @@ class DeviceTimes:
         return cls(fitted(free, rule), fit_launches(launches, rule.recorded_tokens or None) if launches else None, rule)
 
     def _misfit(self, steps: Iterable[tuple[Timed, ...]]) -> float:
-        """Mean relative error, had launching taken as long as it did."""
+        """Return the mean relative error, given the measured launch times."""
         return float(np.mean([abs(sum(self._predicted(step, step.launch_s) for step in one) / _seconds(one) - 1) for one in steps]))
 
     def errors(self, cells: Cells) -> list[float]:
-        """(predicted - measured) / measured of the time that the device had each."""
+        """Return (predicted - measured) / measured of each cell's device time."""
         middle = [median(cell) for cell in cells]
         return [sum(self._predicted(step, self._launch_s(step.shape)) for step in steps) / _seconds(steps) - 1 for steps in middle]
 
     def launch_spread(self, steps: Iterable[Timed]) -> Spread | None:
-        """None, if launching takes no time."""
+        """Return the spread of launches; None if launching takes no time."""
         return None if self.launch is None else spread((self.rule.regime(step.shape), step.launch_s, self._launch_s(step.shape)) for step in steps)
 
     def _launch_s(self, shape: StepShape) -> float:
@@ -161,7 +164,7 @@ class DeviceTimes:
 
 
 def counts_as_launched(step: Timed) -> bool:
-    """Return True if a run waits for its launching: False for steps that sample nothing, or continue prompts while nothing decodes."""
+    """Return True if a run waits for the step's launch: not for steps that sample nothing, or continue prompts without decodes."""
     return step.yields_token and (step.shape.decodes > 0 or not step.goes_on)
 
 
@@ -175,19 +178,19 @@ def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
 
 
 def _means(ratios: Sequence[float]) -> tuple[float, ...]:
-    """Between each two of `LEVELS`: so that the mean of all stays what it is."""
+    """Return the mean between each two of `LEVELS`, which preserves the overall mean."""
     sums = np.interp(LEVELS, np.linspace(0, 1, len(ratios) + 1), np.concatenate([[0.0], np.cumsum(np.sort(ratios))]))
     means = np.diff(sums) / np.diff(LEVELS) / len(ratios)
     return tuple(float(f"{mean:.4g}") for mean in np.maximum(means, 0.0))
 
 
 def median(cell: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
-    """Return the median of repetitions; of an even number the shorter of the middle two."""
+    """Return the median of repetitions; for an even number the shorter of the middle two."""
     return sorted(cell, key=lambda steps: _seconds(steps) / len(steps))[(len(cell) - 1) // 2]
 
 
 def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
-    """Drop the decodes that were launched late, if enough others are left: the times of the late ones are only inferred."""
+    """Drop decodes that were launched late, if enough others are left: late ones' times are only inferred."""
     if cell[0][0].shape.prefill_rows:
         return cell
     kept = [tuple(step for step in steps if step.late_s <= 0) for steps in cell]
@@ -195,8 +198,8 @@ def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
 
 
 def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
-    """Estimate, for launching decodes, what the device doesn't wait for. A step that was launched late tells, if the same ones launched in time
-    say what it computes."""
+    """Estimate the share of launching decodes that the device doesn't wait for, by comparing steps launched late with the same ones launched in
+    time."""
     decodes = [one for one in middle if not one[0].shape.prefill_rows]
     early = [one for one in decodes if all(step.late_s <= 0 for step in one)]
     steps = [step for cell in cells if not cell[0][0].shape.prefill_rows for steps in cell for step in steps]
@@ -209,9 +212,10 @@ def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
 
 
 def _padded_rows(decodes: Sequence[Measurement], launched: bool) -> tuple[int, ...]:
-    """Return the sizes that decodes are padded to, or none. The usual answer is kept unless the other explains the measured times clearly better."""
-    # If only sizes were measured, both explain the same. Where launching takes time, `LaunchRule` has decodes replayed, and who replays has graphs of
-    # a few sizes: on an H200, 17 to 20 rows took as long as 24, and a third longer than 16. Where it takes none, nothing hints at graphs.
+    """Return the sizes that decodes are padded to, or none. The default is kept unless the other explains the measured times clearly better."""
+    # If only sizes were measured, both explain the same. If launching takes time, `LaunchRule` has decodes replayed, from graphs of a few sizes: on
+    # an
+    # H200, 17 to 20 rows took as long as 24, and a third longer than 16. Otherwise there is no sign of graphs.
     sizes = row_sizes(max((one.shapes[0].rows for one in decodes), default=1))
     usual, other = (sizes, ()) if launched else ((), sizes)
     errors = [float(np.abs(relative_errors(fit_decodes(decodes, padded_to), decodes)).mean()) for padded_to in (usual, other)]
@@ -223,7 +227,7 @@ def _seconds(steps: Sequence[Timed]) -> float:
 
 
 def _sizes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Padded numbers of tokens, up to each boundary that enough steps lie below, and up to the largest step."""
+    """Yield padded numbers of tokens, up to each boundary with enough steps below, and up to the largest step."""
     largest = max(tokens, default=0)
     for boundary in (*(boundary for boundary in BOUNDARIES if boundary < largest), largest):
         if sum(count <= boundary for count in tokens) >= ENOUGH:
@@ -236,8 +240,9 @@ def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
 
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
-    """Return each cell's mean without hiccups, judged against cells of about the same size, since a whole cell may have had a bad time. Those that go
-    on with prompts don't count: they are launched sooner."""
+    """Return each cell's mean launch without hiccups, compared with cells of about the same size, since a whole cell may be affected. Steps that
+    continue
+    prompts are excluded: their launches are shorter."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape

@@ -1,4 +1,4 @@
-"""A run on the terminal: one table, and what its figures rest on."""
+"""Summary of a run on the terminal: one table, and notes on its accuracy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def title_of(metric: str, statistic: str = "") -> str:
 
 
 def print_summary(result: RunResult, slo: Slo | None = None) -> None:
-    """`slo`: what a request must keep to count towards the goodput; None: nothing is said of it."""
+    """Print a run's summary. `slo`: objectives of a request for goodput; None: no goodput."""
     metrics = measure(result, slo)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{result.name}: scheduler {result.settings['scheduler']}, {result.trace}, seed {result.seed}")
@@ -58,7 +58,7 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
 def conditions(result: RunResult) -> str:
     settings = result.settings
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
-    pace = "" if "pace" not in settings else ", no pace" if settings["pace"] is None else f", pace {settings['pace']:g}"  # older runs don't say
+    pace = "" if "pace" not in settings else ", no pace" if settings["pace"] is None else f", pace {settings['pace']:g}"  # missing in older runs
     routed = f"{settings['replicas']} replicas, routed by {settings['router']}, each with " if "replicas" in settings else ""
     return f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens"
 
@@ -68,10 +68,10 @@ def source_of_times(step_times: StepTimes) -> str:
     if step_times.name == "measured":
         return "times are real"
     if step_times.error is None:
-        return f"simulated with step times {step_times.name}, never held against a measurement"
+        return f"simulated with step times {step_times.name}, never validated against measurements"
     return f"simulated with step times {step_times.name}: off by {step_times.error:.1%} on average ({step_times.judged_on})"
 
 
 def seconds(value: float) -> str:
-    """Return three digits that matter, or a dash."""
+    """Format with three significant digits, or a dash for NaN."""
     return "–" if math.isnan(value) else f"{value:.3g}" if value < 100 else f"{value:.0f}"

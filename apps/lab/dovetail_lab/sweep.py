@@ -18,16 +18,16 @@ from dovetail_lab.report.engine import Engine
 from dovetail_lab.slo import Objective
 from dovetail_lab.writing import as_csv
 
-RATE = "scale_rate"  # the axis of --rates: no key of the engine
+RATE = "scale_rate"  # axis of --rates, not a key of the engine
 LATENCIES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p50", "e2e_p99")  # seconds
 COUNTS = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens")
 RATES = ("request_rate", "output_rate", "device_share")
-ARRIVALS = "arrival_rate"  # requests a second that arrive, whether they are served or not
+ARRIVALS = "arrival_rate"  # arriving requests per second, served or not
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A key of the engine, and the values that it takes, as texts."""
+    """A key of the engine, and its values as texts."""
 
     key: str
     values: tuple[str, ...]
@@ -43,7 +43,7 @@ class GridPoint:
 
 @dataclass(frozen=True, slots=True)
 class GridResult:
-    """The results at a point. `figures` are in seconds, in counts, or per second; NaN if there was nothing to measure."""
+    """Results at a point. `figures` are in seconds, counts, or per second; NaN if there was nothing to measure."""
 
     point: GridPoint
     figures: Mapping[str, float]
@@ -102,8 +102,8 @@ def _measured(run: RunResult, objectives: Sequence[Objective]) -> tuple[dict[str
 
 
 def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, float]:
-    """Return a run's figures. For each objective its value, which is infinite if too many requests were never served, and the share
-    within its limit; then `slo_met`: 1 if all were met, else 0."""
+    """Return a run's metrics. For each objective its value, infinite if too many requests were never served, and the share within its limit; then
+    `slo_met`: 1 if all were met, otherwise 0."""
     metrics = measure(run)
     latencies = {}
     for name in LATENCIES:

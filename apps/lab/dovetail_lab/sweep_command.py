@@ -35,7 +35,7 @@ def sweep(
     trace: TraceArgument,
     options: WorkloadOptions,
     routed: ReplicaOptions,
-    settings: Annotated[list[str], typer.Option("--set", metavar="KEY=A,B,…", help="A key of the engine, and its values. May be repeated.")] = [],  # noqa: B006 typer makes a list of its own
+    settings: Annotated[list[str], typer.Option("--set", metavar="KEY=A,B,…", help="Key of the engine, and its values. May be repeated.")] = [],  # noqa: B006 typer makes a list of its own
     rates: Annotated[str | None, typer.Option("--rates", metavar="A,B,…", help="Factors on the trace's rate.")] = None,
     seeds: Seeds = 1,
     slo: Annotated[str | None, typer.Option("--slo", help="Objectives to judge each run by: ttft_p99<0.5,tpot_p99<50ms, or a preset.")] = None,
@@ -79,7 +79,7 @@ def sweep(
 
 
 def _factors(text: str) -> tuple[str, ...]:
-    """Split a list of factors and return them as written, after checking that each is a number above 0. Raises `ConfigError`."""
+    """Split a list of factors and return them as written. Raises `ConfigError` unless all are numbers above 0."""
     parts = tuple(part.strip() for part in text.split(","))
     for part in parts:
         try:
@@ -108,7 +108,7 @@ def print_rows(rows: Sequence[GridResult], seeds: int) -> None:
 
 
 def _table(rows: Sequence[GridResult]) -> tuple[list[str], list[list[str]]]:
-    """Return the header, and a row of texts for each point; those of a column have as many decimals."""
+    """Return the header, and a row of texts per point, with equally many decimals within a column."""
     shown = [name for name in _SHOWN if name in rows[0].figures]
     columns = [_column(name, [row.figures[name] for row in rows]) for name in shown]
     cells = zip(*columns, strict=True) if columns else [()] * len(rows)

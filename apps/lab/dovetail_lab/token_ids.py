@@ -1,7 +1,7 @@
-"""Token ids for requests of which only lengths, and sometimes shared prefixes, are known: real ids, so that the real prefix cache finds them.
+"""Token ids for requests with only known lengths, and sometimes shared prefixes: real ids, so that the real prefix cache finds them.
 
-A *stream* is an endless text. Its ids are a function of (stream, position) alone, so two requests that hold the same span of a stream share
-those tokens, and a KV-cache manager that hashes ids finds the prefix by itself.
+A *stream* is an endless text. Its ids are a function of (stream, position) only, so two requests that contain the same span of a stream share those
+tokens, and a KV-cache manager that hashes ids finds the prefix by itself.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 
 from dovetail_lab.traces.request import Span, TraceRequest, stream_of
 
-STOP_ID = 0  # in no stream: an executor samples it to end an answer before `max_tokens`
+STOP_ID = 0  # not in any stream: an executor samples it to end an answer before `max_tokens`
 
 TokenIds = NDArray[np.int32]
 
 
 def prompt_ids(request: TraceRequest, vocab_size: int) -> TokenIds:
-    """[prompt_tokens] ids from 1 to vocab_size - 1."""
+    """Return the prompt's ids [prompt_tokens], from 1 to vocab_size - 1."""
     return _ids(request, 0, request.prompt_tokens, vocab_size)
 
 
 def output_ids(request: TraceRequest, vocab_size: int) -> TokenIds:
-    """[output_tokens] ids from 1 to vocab_size - 1: what the model is to answer, so that a later turn of the chat finds it in its history."""
+    """Return the answer's ids [output_tokens], from 1 to vocab_size - 1; a later turn of the chat has them in its history."""
     return _ids(request, request.prompt_tokens, request.prompt_tokens + request.output_tokens, vocab_size)
 
 
 def _ids(request: TraceRequest, start: int, end: int, vocab_size: int) -> TokenIds:
-    """Positions `start` to `end` of prompt and output, one after the other."""
+    """Return the ids at positions `start` to `end` of prompt plus output."""
     parts, position = [], 0
     own = Span(stream_of("request", request.id), 0, end)
     for stream, first, tokens in (*request.spans, own):
@@ -39,8 +39,8 @@ def _ids(request: TraceRequest, start: int, end: int, vocab_size: int) -> TokenI
 
 
 def _stream_ids(stream: int, start: int, count: int, vocab_size: int) -> TokenIds:
-    """SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA '14): its state is a counter, so any position can
-    be had without those before it."""
+    """SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA '14): its state is a counter, so any position can be
+    computed directly."""
     x = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x += np.uint64(stream)

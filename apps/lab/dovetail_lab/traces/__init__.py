@@ -1,4 +1,4 @@
-"""Traces: requests as others recorded them, read from their files."""
+"""Traces: recorded requests, read from files of several formats."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _found_by_content(source: Source) -> Callable[[Source], Contents]:
     table = table_of(header_of(source))
     if table is None:
         names, near = ", ".join(map(repr, header_of(source))), almost(header_of(source))
-        raise source.error(f"no known format has the columns {names}{near}; say which is what, such as arrival=ts:ms,prompt=in,output=out", 1)
+        raise source.error(f"no known format has the columns {names}{near}; map them, such as arrival=ts:ms,prompt=in,output=out", 1)
     return partial(read_table, table=table)
 
 

@@ -11,7 +11,7 @@ from dovetail.checks import shown
 from dovetail_lab.traces.reading import Contents, JsonObject, Located, Source, as_seconds, json_of, json_rows, without_failed
 from dovetail_lab.traces.request import Measured, Span, TraceRequest, stream_of
 
-MOONCAKE_BLOCK = 512  # tokens that a hash id stands for
+MOONCAKE_BLOCK = 512  # tokens per hash id
 
 CountTokens = Callable[[str], int]
 
@@ -34,8 +34,9 @@ def _mooncake(row: JsonObject) -> Located:
 
 
 def read_vllm_requests(source: Source) -> Contents:
-    """Read measurements of a running vLLM, a request a line. Its arrivals are wall-clock times and the rest monotonic ones: the offset between
-    the two is the one that makes the shortest wait for the queue zero."""
+    """Read measurements of a running vLLM, one request per line. Its arrivals are wall-clock times, the others monotonic: the offset is chosen such
+    that
+    the shortest queueing time is zero."""
     rows = list(json_rows(source))
     offset = min(row.seconds("queued_ts") - row.seconds("arrival_time") for row in rows)
 
@@ -72,7 +73,7 @@ def read_vtc_measured(source: Source) -> Contents:
 
 
 def read_bench_serve(source: Source) -> Contents:
-    """Read a result of vLLM's `bench serve`. It has individual requests only with --save-detailed; older versions have no start times."""
+    """Read a result of vLLM's `bench serve`. Individual requests require --save-detailed; older versions lack start times."""
     result = JsonObject(source, 1, json_of(source)).values
     missing = [name for name in ("input_lens", "output_lens") if not isinstance(result.get(name), list)]
     if missing:
@@ -101,21 +102,22 @@ def _bench_serve(row: JsonObject) -> Located:
 
 
 def count_words(text: str) -> int:
-    """Count words, in place of tokens: English has about three words for four tokens."""
+    """Count words as a substitute for tokens: English has about three words per four tokens."""
     return len(text.split())
 
 
 def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Contents:
-    """Read conversations in ShareGPT's form (`conversations` of `from` and `value`) or that of chat APIs (`messages` of `role` and `content`),
-    in a list or a line each.
+    """Read conversations in the format of ShareGPT (`conversations` of `from` and `value`) or of chat APIs (`messages` of `role` and `content`), as a
+    list
+    or one per line.
 
-    Each answer is a request, whose prompt is all that was said before, so the turns of a conversation share it. There are no times.
-    `count_tokens` gives a text's length; `None` counts words.
+    Each answer is a request with the whole conversation so far as its prompt, so the turns of a conversation share it. There are no times.
+    `count_tokens` returns a text's length; None counts words.
     """
     conversations = _items(source, json_of(source)) if source.text.lstrip().startswith("[") else json_rows(source)
     count = count_tokens or count_words
     answers = [answer for row in conversations for answer in _answers(row, count)]
-    notes = () if count_tokens else ("lengths are counted in words: no tokenizer was given",)
+    notes = () if count_tokens else ("lengths are counted in words, since no tokenizer was given",)
     return Contents(answers, notes, "item" if source.text.lstrip().startswith("[") else "line")
 
 
@@ -132,7 +134,7 @@ def _answers(row: JsonObject, count: CountTokens) -> Iterator[Located]:
 
 
 def _turn(row: JsonObject, turn: Any) -> tuple[bool, str]:
-    """Return True if the model said it, and its text."""
+    """Return (True if the turn is the model's, its text)."""
     if isinstance(turn, dict):
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if isinstance(speaker, str) and isinstance(text, str):

@@ -34,13 +34,13 @@ class Source:
     row_is: Literal["line", "item"] = "line"  # of a file, or of a JSON list
 
     def error(self, message: str, row: int | None = None, column: str | int | None = None) -> TraceError:
-        """`row` counts from 1; `column` is its name, or its number where the format has none."""
+        """Return an error at a place. `row` counts from 1; `column` is a name, or a number if the format has no names."""
         place = self.path if row is None else f"{self.path}:{row}" if self.row_is == "line" else f"{self.path}: item {row}"
         return TraceError(": ".join(filter(None, (place, f"column {column}" if column is not None else "", message))))
 
 
 class Located(NamedTuple):
-    """A request and its line or item in the file. Its times are on the file's own clock; an empty id stands for its number in the file."""
+    """A request and its line or item in the file. Times are on the file's own clock; an empty id means its number in the file."""
 
     line: int
     request: TraceRequest
@@ -48,7 +48,7 @@ class Located(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Requests of a file in its order, and notes on changes to them."""
+    """Requests of a file in order, and notes on changes to them."""
 
     located: list[Located]
     notes: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ def _parse(source: Source, text: str, first_line: int) -> Any:
         raise source.error("expected JSON: nested too deeply", first_line) from None
     except json.JSONDecodeError as error:
         cut_off = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
-        said = "the text ends in the middle" if cut_off else error.msg
+        said = "the text is truncated" if cut_off else error.msg
         raise source.error(f"expected JSON: {said}", first_line + error.lineno - 1, error.colno) from None
 
 

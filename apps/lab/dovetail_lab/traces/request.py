@@ -1,4 +1,4 @@
-"""A trace in memory: `Trace`, its `TraceRequest`s, and their measured times. Loaders make it, and the simulation replays it."""
+"""A trace in memory: `Trace`, its `TraceRequest`s, and their measured times. Loaders create it, the simulation replays it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import xxhash
 
 
 def stream_of(*name: str | int) -> int:
-    """Return the number of the stream of that name: 64 bits of a hash, the same in every run."""
+    """Return the number of the stream `name`: 64 bits of a hash, the same in every run."""
     return xxhash.xxh64_intdigest("\x1f".join(map(str, name)).encode())
 
 
 class Span(NamedTuple):
-    """Tokens `start` to `start + tokens` of the endless text that the number `stream` names (`dovetail_lab.token_ids`). Equal spans, equal ids."""
+    """Tokens `start` to `start + tokens` of the endless text number `stream` (`dovetail_lab.token_ids`). Equal spans have equal ids."""
 
     stream: int  # 64 bits, of `stream_of`
     start: int
@@ -42,35 +42,35 @@ class TraceRequest:
 
     id: str  # unique in its trace
     arrival_time: float
-    prompt_tokens: int  # 1 or more
-    output_tokens: int  # 1 or more: the true length, which the executor alone may know
+    prompt_tokens: int  # at least 1
+    output_tokens: int  # at least 1: the true length, known only to the executor
     client: str | None = None
     priority: int = 0  # smaller is more important
-    deadline: float | None = None  # for the last token
-    max_tokens: int | None = None  # what its user allowed; None: exactly output_tokens
-    predicted_tokens: int | None = None  # a guess of output_tokens (`dovetail_lab.predictors`)
-    spans: tuple[Span, ...] = ()  # what prompt and then output begin with; what they don't reach is text that no other request has
+    deadline: float | None = None  # of the last token
+    max_tokens: int | None = None  # the user's limit; None: exactly output_tokens
+    predicted_tokens: int | None = None  # predicted output_tokens (`dovetail_lab.predictors`)
+    spans: tuple[Span, ...] = ()  # beginning of prompt plus output; the rest is unique text
     measured: Measured | None = None
-    ttft_deadline: float | None = None  # for the first token
-    tbt_s: float | None = None  # most seconds between two tokens
-    grammar: bool = False  # its answer must follow one. Which isn't said: only the time that it takes is simulated
+    ttft_deadline: float | None = None  # of the first token
+    tbt_s: float | None = None  # maximum seconds between two tokens
+    grammar: bool = False  # constrained by a grammar; unspecified, since only its time is simulated
 
     @property
     def limit(self) -> int:
-        """The `max_tokens` that the engine gets and policies see: that of the trace, or the true length if it has none."""
+        """`max_tokens` for the engine and policies: that of the trace, otherwise the true length."""
         return self.output_tokens if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. `notes` say what was done to the file's rows (sorted, scaled, cut, ...), for the report."""
+    """Requests in order of arrival. `notes` describe changes to the file's rows (sorted, scaled, cut, ...), for the report."""
 
     name: str
     source: str  # a path, or a synthetic workload's spec
     requests: tuple[TraceRequest, ...]
     notes: tuple[str, ...] = ()
-    seeded: bool = False  # arrivals or lengths were drawn: another seed gives other traffic
-    window: tuple[float, float] | None = None  # seconds, what is measured of a run; None: all of it
+    seeded: bool = False  # arrivals or lengths are random: another seed gives other traffic
+    window: tuple[float, float] | None = None  # measured part of a run in seconds; None: all of it
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -80,5 +80,5 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """The time from the trace's beginning to the last arrival."""
+        """Time from the start of the trace to the last arrival."""
         return self.requests[-1].arrival_time if self.requests else 0.0

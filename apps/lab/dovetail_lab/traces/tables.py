@@ -1,4 +1,4 @@
-"""CSV traces, which differ only in their columns."""
+"""CSV traces; formats differ only in their columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEANS = {  # field of a column map -> field of `TraceRequest`
 FIELDS = tuple(_MEANS)
 _REQUIRED = ("prompt", "output")
 _TIMES = ("arrival", "deadline", "ttft_deadline", "tbt")
-_PRIORITIES = 2**31  # below it, and down to its negative
+_PRIORITIES = 2**31  # absolute values are below this
 
 
 class Column(NamedTuple):
@@ -75,7 +75,7 @@ def parse_columns(text: str) -> dict[str, Column]:
 
 
 def table_of(header: Sequence[str]) -> Table | None:
-    """Return the known layout with these columns, among others perhaps."""
+    """Return the known layout whose columns are all present; None if there is none."""
     return next((table for table in TABLES if not missing_of(table, header)), None)
 
 
@@ -85,7 +85,7 @@ def missing_of(table: Table, header: Sequence[str]) -> list[str]:
 
 
 def almost(header: Sequence[str]) -> str:
-    """Return a hint at the known layouts that lack just one column; empty if there is none."""
+    """Return a hint at known layouts with a single missing column; empty if there is none."""
     near = [(table, missing_of(table, header)) for table in TABLES]
     return "".join(
         f"; for {table.name} the column {missing[0]!r} is missing" for table, missing in near if len(missing) == 1 < len(table.columns) - 1
@@ -98,7 +98,7 @@ def header_of(source: Source) -> list[str]:
 
 
 def read_table(source: Source, table: Table) -> Contents:
-    """Read all rows of the file. Raises `TraceError` at the first that isn't as `table` says."""
+    """Read all rows of the file. Raises `TraceError` at the first that doesn't match `table`."""
     lines = csv.reader(io.StringIO(source.text), strict=True)
     try:
         located = list(_located(source, table, next(lines), lines))
@@ -108,7 +108,7 @@ def read_table(source: Source, table: Table) -> Contents:
 
 
 def _located(source: Source, table: Table, header: list[str], lines: Any) -> Iterator[Located]:
-    """`lines`: the csv reader, after the header."""
+    """Yield the requests of `lines`, the csv reader after the header."""
     names, width = [name.strip() for name in header], len(header)
     for column in table.columns.values():
         if names.count(column.name) != 1:

@@ -18,7 +18,7 @@ def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace
 
 
 def scale_rate(trace: Trace, factor: float) -> Trace:
-    """Multiply the arrival rate by `factor`; the pattern of gaps and the distance of deadlines from arrival stay, and the requests in the window.
+    """Multiply the arrival rate by `factor`, keeping the pattern of gaps, the deadlines relative to arrival, and the requests in the window.
 
     Measured times are dropped. Raises `TraceError` unless factor > 0.
     """
@@ -30,15 +30,15 @@ def scale_rate(trace: Trace, factor: float) -> Trace:
 
 
 def arriving_at(request: TraceRequest, time: float) -> TraceRequest:
-    """Return the request with another arrival time, its deadlines as far away as before, and without measured times."""
+    """Return the request with another arrival time, the same relative deadlines, and without measured times."""
     return replace(shifted(request, time - request.arrival_time), arrival_time=time, measured=None)
 
 
 def slice_trace(trace: Trace, text: str) -> Trace:
-    """Return a part of the trace: `100:200` by index, or `60s:120s` by arrival; either end may be omitted, a negative index counts
-    from the end. Times then count from the beginning of the slice, which is the first arrival in a slice by place.
+    """Return a part of the trace: `100:200` by index, or `60s:120s` by arrival; either end may be omitted, negative indices count from the end.
+    Times then count from the start of the slice; for a slice by index, that is its first arrival.
 
-    Raises `TraceError` if it isn't so written, or nothing is left.
+    Raises `TraceError` for another syntax, or an empty slice.
     """
     low, colon, high = (part.strip() for part in text.partition(":"))
     by_time = low.endswith("s") or high.endswith("s")
@@ -66,9 +66,9 @@ def shifted(request: TraceRequest, by: float) -> TraceRequest:
 
 
 def set_max_tokens(trace: Trace, value: str) -> Trace:
-    """Set the `max_tokens` that policies see: `trace` keeps the trace's own (the true length if it has none), a number is the same for all.
+    """Set the `max_tokens` that policies see: `trace` keeps the trace's own (the true length if it has none), a number applies to all.
 
-    An answer longer than that number ends there, as on a server; the note counts them. Raises `TraceError` for anything else.
+    An answer longer than that number is cut, as on a server; the note counts these. Raises `TraceError` for anything else.
     """
     if value == "trace":
         return _changed(trace, trace, "policies see max_tokens as the trace has it")
@@ -77,11 +77,11 @@ def set_max_tokens(trace: Trace, value: str) -> Trace:
     limit = int(value)
     cut = sum(request.output_tokens > limit for request in trace)
     requests = (replace(request, max_tokens=limit, output_tokens=min(request.output_tokens, limit)) for request in trace)
-    return _changed(trace, requests, f"policies see max_tokens={limit}" + (f", which ends {cut} of {len(trace)} answers early" if cut else ""))
+    return _changed(trace, requests, f"policies see max_tokens={limit}" + (f", which cuts {cut} of {len(trace)} answers" if cut else ""))
 
 
 def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
-    """Give that share of the requests a grammar, and the others none. Who has one with a small share has one with a larger, too.
+    """Give that share of the requests a grammar, and none to the others. Requests with a grammar at a small share also have one at a larger.
 
     Raises `TraceError` unless 0 <= share <= 1.
     """
@@ -93,9 +93,9 @@ def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
 
 
 def set_window(trace: Trace, text: str) -> Trace:
-    """Set what is measured of a run: `60s:600s`. Either end may be omitted; the window then begins or ends with the arrivals.
+    """Set the measured part of a run: `60s:600s`. Either end may be omitted; the window then starts or ends with the arrivals.
 
-    Raises `TraceError` if it isn't so written, or if no request arrives in it.
+    Raises `TraceError` for another syntax, or if no request arrives in it.
     """
     match = _WINDOW.fullmatch(text)
     if match is None or text == ":":
@@ -109,5 +109,5 @@ def set_window(trace: Trace, text: str) -> Trace:
 
 
 def has_grammar(request_id: str, share: float, name: str, seed: int) -> bool:
-    """Return whether a request is among that share, of all in the trace or stream `name`: by its id alone, whatever the others are."""
+    """Return True if a request belongs to that share of the trace or stream `name`; depends only on its id, not on other requests."""
     return stream_of("grammar", name, seed, request_id) < share * 2**64

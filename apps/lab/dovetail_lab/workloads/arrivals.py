@@ -13,24 +13,24 @@ from dovetail_lab.traces import TraceError
 
 Times = NDArray[np.float64]
 
-MOST_ARRIVALS = 10_000_000  # beyond it is a slip, and would fill the memory
+MOST_ARRIVALS = 10_000_000  # more is probably a mistake, and would fill the memory
 
 
 class Arrivals(Value):
-    """`units` counts the expected arrivals; `times_at` tells when as many are expected. Rates are arrivals a second."""
+    """Arrival process. `units` are expected numbers of arrivals; `times_at` maps them to times. Rates are arrivals per second."""
 
     def gaps(self, rng: np.random.Generator, count: int) -> Times:
-        """[count] gaps between arrivals, of mean one; Poisson unless a subclass says otherwise."""
+        """Return gaps between arrivals [count] with mean one; Poisson by default."""
         return rng.exponential(size=count)
 
     def times_at(self, units: Times) -> Times:
-        """The inverse of the expected number of arrivals by a time."""
+        """Return the times at which the expected number of arrivals reaches `units`."""
         raise NotImplementedError
 
     def times(self, rng: np.random.Generator, count: int | None, duration_s: float | None) -> Times:
-        """The first `count` arrivals, those before `duration_s`, or what both allow. One of them must be given.
+        """Return the first `count` arrivals, those before `duration_s`, or those within both limits. At least one must be given.
 
-        Rounded to microseconds, so that the last bit of a machine's logarithm doesn't show. Raises `TraceError` for more than `MOST_ARRIVALS`.
+        Rounded to microseconds, to hide the last bit of a machine's logarithm. Raises `TraceError` for more than `MOST_ARRIVALS`.
         """
         chunk = 4096 if count is None else count
         far_too_many = count is None and duration_s is not None and self.times_at(np.array([2.0 * MOST_ARRIVALS]))[0] < duration_s
@@ -46,7 +46,7 @@ class Arrivals(Value):
 
 
 class Steady(Arrivals):
-    """A constant rate."""
+    """Constant rate."""
 
     rate: PositiveFloat
 
@@ -59,7 +59,7 @@ class Poisson(Steady):
 
 
 class Gamma(Steady):
-    """Gamma-distributed gaps: cv is their standard deviation over their mean; 1 is Poisson, more is burstier."""
+    """Gamma-distributed gaps: cv is their standard deviation divided by their mean; 1 is Poisson, more is burstier."""
 
     cv: PositiveFloat
 
@@ -76,7 +76,7 @@ class Constant(Steady):
 
 
 class OnOff(Arrivals):
-    """Poisson for `on` seconds, nothing for `off` seconds, and so on, beginning with on."""
+    """Alternates between Poisson for `on` seconds and nothing for `off` seconds, starting with on."""
 
     rate: PositiveFloat
     on: PositiveFloat
@@ -88,7 +88,7 @@ class OnOff(Arrivals):
 
 
 class Ramp(Arrivals):
-    """Poisson whose rate goes from `start` to `end` in a straight line over `over` seconds, and stays there."""
+    """Poisson with a rate that changes linearly from `start` to `end` over `over` seconds, and then stays constant."""
 
     start: float = Field(ge=0)
     end: float = Field(ge=0)
@@ -101,7 +101,7 @@ class Ramp(Arrivals):
         return self
 
     def times_at(self, units: Times) -> Times:
-        """During the ramp, start t + (end - start) t² / (2 over) arrivals are expected by t."""
+        """During the ramp, start t + (end - start) t² / (2 over) arrivals are expected until t."""
         slope = (self.end - self.start) / self.over
         during = (self.start + self.end) / 2 * self.over
         inside = np.minimum(units, during)

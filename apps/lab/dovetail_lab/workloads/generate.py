@@ -1,4 +1,4 @@
-"""Drawing a trace from a workload's spec: the same spec and seed give the same trace, on any machine."""
+"""Generates a trace from a workload's spec: the same spec and seed give the same trace on any machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
 
 
 class _Chat(NamedTuple):
-    """One arrival, with what each of its turns brings."""
+    """One arrival, with the content of each of its turns."""
 
     id: str
     arrival_time: float
@@ -32,23 +32,24 @@ class _Chat(NamedTuple):
 
 
 def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = "") -> Trace:
-    """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate random generators, so that another rate doesn't
+    """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate random generators, so that changing the rate
+    doesn't
     change lengths. Raises `TraceError` if there are no requests."""
     chats = [(chat, name) for name, stream in spec.streams.items() for chat in _chats(stream, name, seed)]
     requests = [request for chat, name in chats for request in _turns(chat, spec.streams[name], name, seed)]
     if not requests:
-        raise TraceError(f"{source or name}: expected at least one request, none arrives in that time")
+        raise TraceError(f"{source or name}: expected at least one request, but none arrives in that time")
     requests.sort(key=lambda request: request.arrival_time)
     turns = (f"{len(requests)} requests: each turn of {len(chats)} arrivals is one",) if len(requests) > len(chats) else ()
     return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}", *turns), seeded=True)
 
 
 def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
-    """The trace's requests, in its order, arriving otherwise; a deadline keeps its distance from arrival. What was measured belongs to the old
-    times and goes."""
+    """Return the trace's requests, in order, with other arrival times; deadlines keep their distance from arrival. Measured times are dropped, since
+    they belong to the old arrivals."""
     times = arrivals.times(_rng(seed, "", "arrivals"), len(trace), None).tolist()
     requests = tuple(arriving_at(request, time) for request, time in zip(trace, times, strict=True))
-    return replace(trace, requests=requests, notes=(*trace.notes, f"arrivals drawn anew: {arrivals!r}, seed {seed}"), seeded=True)
+    return replace(trace, requests=requests, notes=(*trace.notes, f"arrivals replaced by {arrivals!r}, seed {seed}"), seeded=True)
 
 
 def _rng(seed: int, stream: str, purpose: str) -> np.random.Generator:
@@ -89,7 +90,7 @@ def _lengths(stream: Stream, name: str, seed: int, count: int) -> tuple[list[int
         trace = load_trace(stream.lengths)
         chosen = [trace.requests[index] for index in _rng(seed, name, "lengths").integers(len(trace), size=count)]
         return [request.prompt_tokens for request in chosen], [request.output_tokens for request in chosen]
-    assert stream.prompt is not None  # as `Stream` has checked
+    assert stream.prompt is not None  # checked by `Stream`
     assert stream.output is not None
 
     def drawn(purpose: str, distribution: Distribution) -> list[int]:
@@ -110,7 +111,8 @@ def _clients(clients: Clients | None, name: str, rng: np.random.Generator, count
 
 
 def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[TraceRequest]:
-    """Each turn's prompt: the system prompt, all that was said in the chat before, and what is new. So its answer must be the chat's text too."""
+    """Return the requests of a chat. Each turn's prompt is the system prompt, the chat so far, and new tokens, so answers must be text of the chat,
+    too."""
     requests, said, time = [], 0, chat.arrival_time
     for turn, (prompt, output) in enumerate(zip(chat.prompts, chat.outputs, strict=True)):
         time += chat.pauses[turn - 1] if turn else 0.0

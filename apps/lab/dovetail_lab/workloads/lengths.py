@@ -14,7 +14,7 @@ from dovetail_lab.traces import load_trace
 
 
 class Distribution(Value):
-    """A distribution. It draws [count] numbers, which the caller rounds and limits to possible values."""
+    """Distribution of numbers. The caller rounds the draws [count] and limits them to valid values."""
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
         raise NotImplementedError
@@ -28,7 +28,7 @@ class Fixed(Distribution):
 
 
 class Uniform(Distribution):
-    """Uniform lengths from `low` to `high`, both included."""
+    """Uniform lengths from `low` to `high`, inclusive."""
 
     low: float = Field(ge=0)
     high: float = Field(ge=0)
@@ -46,7 +46,7 @@ class Uniform(Distribution):
 
 
 class Lognormal(Distribution):
-    """Median times exp(sigma z), z normal; never above `most`."""
+    """Median times exp(sigma z), z standard normal; at most `most`."""
 
     median: PositiveFloat
     sigma: float = Field(ge=0, le=10)
@@ -57,7 +57,7 @@ class Lognormal(Distribution):
 
 
 class Empirical(Distribution):
-    """Lengths of a trace, drawn with replacement: `column` is prompt or output. For pairs that belong together, see `lengths` of a workload."""
+    """Lengths of a trace, drawn with replacement: `column` is prompt or output. For joint pairs, see `lengths` of a workload."""
 
     path: str
     column: str = Field(pattern="^(prompt|output)$")

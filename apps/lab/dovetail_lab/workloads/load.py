@@ -56,6 +56,6 @@ def _counter(path: str) -> CountTokens:
         raise MissingExtraError.naming("torch", "counting tokens needs the package tokenizers") from None
     try:
         tokenizer = Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises nothing more specific
         raise TraceError(f"{path}: expected a tokenizer.json: {error}") from None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,6 +1,6 @@
-"""The spec of a synthetic workload: `arrivals=poisson(4) requests=1000 prompt=lognormal(900, 1.1) output=uniform(16, 512)`, or the same as YAML.
+"""Spec of a synthetic workload: `arrivals=poisson(4) requests=1000 prompt=lognormal(900, 1.1) output=uniform(16, 512)`, or the same as YAML.
 
-Several streams, each with its own everything, stand side by side: `chat: arrivals=… ; batch: arrivals=…`; their names are their clients'.
+Several streams with separate settings are joined by semicolons: `chat: arrivals=… ; batch: arrivals=…`; their names are the names of their clients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = re.compile(r"\s*(\w[\w-]*)\s*:\s*")
 
 
 class Clients(Value):
-    """`count` clients, of whom the k-th sends in proportion to 1 / k^skew (Zipf's law); 0: all alike."""
+    """`count` clients; the k-th sends in proportion to 1 / k^skew (Zipf's law); skew 0: uniform."""
 
     count: PositiveInt
     skew: float = Field(default=0.0, ge=0, le=10)
@@ -55,41 +55,41 @@ Lengths = Annotated[Distribution, BeforeValidator(_distribution)]
 
 
 class Stream(Value):
-    """One stream of requests. A chat of several turns is one arrival; each turn's prompt is all that was said before and `prompt` new tokens."""
+    """One stream of requests. A chat of several turns is one arrival; each turn's prompt is the chat so far plus `prompt` new tokens."""
 
     arrivals: Annotated[Arrivals, BeforeValidator(_arrivals)]
-    requests: PositiveInt | None = Field(default=None, le=MOST_ARRIVALS, description="How many arrive; a chat of several turns counts once.")
-    duration: PositiveFloat | None = Field(default=None, description="Seconds after which nobody arrives.")
-    lengths: str | None = Field(default=None, description="A trace whose pairs of prompt and output are drawn, in place of `prompt` and `output`.")
+    requests: PositiveInt | None = Field(default=None, le=MOST_ARRIVALS, description="Number of arrivals; a chat of several turns counts once.")
+    duration: PositiveFloat | None = Field(default=None, description="Seconds after which arrivals end.")
+    lengths: str | None = Field(default=None, description="Trace to draw pairs of prompt and output lengths from, instead of `prompt` and `output`.")
     prompt: Lengths | None = Field(default=None, description="New prompt tokens of a turn.")
     output: Lengths | None = Field(default=None, description="Tokens of an answer.")
-    system: NonNegativeInt = Field(default=0, description="Prompt tokens that all requests of the stream begin with, and so share.")
+    system: NonNegativeInt = Field(default=0, description="Length of a prompt prefix shared by all requests of the stream.")
     turns: Lengths = Field(default=Fixed(value=1), description="Turns of a chat.")
-    think: Lengths = Field(default=Fixed(value=30), description="Seconds from one turn's arrival to the next one's.")
+    think: Lengths = Field(default=Fixed(value=30), description="Seconds between the arrivals of successive turns.")
     clients: Annotated[Clients, BeforeValidator(_clients)] | None = Field(default=None, description="A number, or zipf(count, skew).")
     priority: int = Field(default=0, description="Smaller is more important.")
     deadline: Lengths | None = Field(default=None, description="Seconds after arrival by which the last token is due.")
     ttft_deadline: Lengths | None = Field(default=None, description="Seconds after arrival by which the first token is due.")
-    tbt: Lengths | None = Field(default=None, description="Most seconds between two tokens.")
-    grammar_share: float = Field(default=0.0, ge=0, le=1, description="The share of requests whose answers must follow a grammar.")
+    tbt: Lengths | None = Field(default=None, description="Maximum seconds between two tokens.")
+    grammar_share: float = Field(default=0.0, ge=0, le=1, description="Share of requests with a grammar.")
 
     @model_validator(mode="after")
     def _has_an_end_and_lengths(self) -> Self:
         if self.requests is None and (self.duration is None or isinstance(self.arrivals, AtOnce)):
-            raise ValueError("say how many arrive: requests=1000" + ("" if isinstance(self.arrivals, AtOnce) else ", or duration=600"))
+            raise ValueError("the number of arrivals is missing: requests=1000" + ("" if isinstance(self.arrivals, AtOnce) else ", or duration=600"))
         if (self.lengths is None) != (self.prompt is not None and self.output is not None) or (self.lengths and (self.prompt or self.output)):
-            raise ValueError("say how long they are: prompt=… and output=…, or lengths=<a trace>")
+            raise ValueError("lengths are missing: prompt=… and output=…, or lengths=<a trace>")
         return self
 
 
 class WorkloadSpec(Value):
-    """Streams by name. The only stream of a workload may have none, ""; then it has no client either."""
+    """Streams by name. A single stream may have the name ""; then it has no client either."""
 
     streams: dict[str, Stream]
 
 
 def parse_spec(text: str, name: str = "workload") -> WorkloadSpec:
-    """Read the short syntax. Raises `TraceError`, which begins with `name`."""
+    """Parse the short syntax. Raises `TraceError`, which begins with `name`."""
     streams: dict[str, dict[str, str]] = {}
     for part in text.split(";"):
         named = _NAME.match(part)
@@ -117,7 +117,7 @@ def _pairs(text: str, name: str) -> dict[str, str]:
 
 
 def parse_yaml_spec(text: str, name: str) -> WorkloadSpec:
-    """Read the same keys and values as YAML: one stream, or a mapping of names to streams. Raises `TraceError`."""
+    """Parse the same keys and values as YAML: one stream, or a mapping of names to streams. Raises `TraceError`."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
