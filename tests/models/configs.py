@@ -1,11 +1,11 @@
-"""Tiny random configs of the four architectures, as hypothesis strategies."""
+"""Tiny random configs of the native architectures, as hypothesis strategies."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 MAX_LEN = 64
 
@@ -81,6 +81,22 @@ def qwen3_configs(draw: st.DrawFn) -> Qwen3Config:
 
 
 @st.composite
+def qwen3_moe_configs(draw: st.DrawFn) -> Qwen3MoeConfig:
+    count = draw(st.sampled_from([1, 2, 5, 8]))
+    return Qwen3MoeConfig(
+        **draw(_common(own_head_size=True)),
+        attention_bias=draw(st.booleans()),
+        num_experts=count,
+        num_experts_per_tok=draw(st.integers(1, min(count, 3))),
+        moe_intermediate_size=draw(st.sampled_from([4, 6, 16])),
+        norm_topk_prob=draw(st.booleans()),
+        decoder_sparse_step=draw(st.integers(1, 2)),
+        mlp_only_layers=draw(st.sampled_from([[], [0], [1]])),
+        **draw(_whole_window()),
+    )
+
+
+@st.composite
 def qwen2_configs(draw: st.DrawFn) -> Qwen2Config:
     return Qwen2Config(**draw(_common(own_head_size=False)), **draw(_some_windows()))
 
@@ -103,5 +119,9 @@ def _some_windows() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
+def _whole_window() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({"use_sliding_window": st.booleans(), "sliding_window": st.sampled_from([1, 3, 8])})
+
+
 def configs() -> st.SearchStrategy[Any]:
-    return st.one_of(qwen3_configs(), llama_configs(), qwen2_configs(), mistral_configs())
+    return st.one_of(qwen3_configs(), qwen3_moe_configs(), llama_configs(), qwen2_configs(), mistral_configs())

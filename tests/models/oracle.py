@@ -58,7 +58,7 @@ def reference(config: Any, seed: int = 0) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
@@ -67,7 +67,10 @@ def reference(config: Any, seed: int = 0) -> Any:
 
 def checkpoint_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint of transformers' `model` holds."""
-    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    held = revert_weight_conversion(model, model.state_dict())  # a mixture's experts have tensors of their own
+    tensors = {name: value.detach().clone() for name, value in held.items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     return tensors

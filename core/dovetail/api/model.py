@@ -111,7 +111,8 @@ class WeightRule:
     `lambda w: 1 + w` for norms that multiply by 1 + w. It gets this rank's part in float32 and returns a tensor of the same shape; it must be
     element-wise.
 
-    Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal."""
+    Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal. Several rules may
+    name one tensor of which each loads a part (all experts of a mixture)."""
 
     source: str
     parameter: Any  # torch.nn.Parameter with .load

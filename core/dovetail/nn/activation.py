@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -16,6 +17,26 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(  # by `hidden_act` of Hugging Face configs
     {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiGLU:
+    """gate * sigmoid(alpha * gate) * (up + 1), of a gate that is cut off above `limit`, and an up cut off beyond +-`limit`. That of gpt-oss."""
+
+    alpha: float
+    limit: float
+
+
+Activation = str | ClampedSwiGLU  # one of `ACTIVATIONS`, which is multiplied by up; or another function of both
+
+
+def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of gate_up [tokens, 2 * size], whose first half is the gate -> [tokens, size]."""
+    if isinstance(activation, str):
+        return act_mul(gate_up, activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
 
 
 def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

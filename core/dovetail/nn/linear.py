@@ -50,6 +50,10 @@ class LinearLayer(Layer):
         """Allocate the weight on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
         self.format, self.weight = form, form.allocate(self.weight, device)
 
+    def placed_weights(self) -> list[Any]:
+        """Return the weights that take a format: its own."""
+        return [self.weight]
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:

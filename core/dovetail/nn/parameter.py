@@ -20,23 +20,24 @@ Transform = Callable[[torch.Tensor], torch.Tensor]  # see `WeightRule.transform`
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Indices [start, start + size) along `dim` of a checkpoint's tensor, which go to [at, at + size) along `dim` of the parameter, repeated after
+    """`size` indices from `start` on along `dim` of a checkpoint's tensor, which go to [at, at + size) along `dim` of the parameter, repeated after
     that for further copies."""
 
-    source_shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    source_shape: tuple[int, ...]  # of the whole tensor in the checkpoint; of one expert, if that has several
     dim: int
     start: int
     size: int
     at: int = 0
     copies: int = 1
+    stride: int = 1  # from one index to the next: 2 where gates and ups alternate
+    expert: tuple[int, int] | None = None  # (index, number of them), if the checkpoint's tensor has all experts along a dimension before the others
+    transposed: bool = False  # the checkpoint has [inputs, outputs]
 
     def read(self, source: Any, transform: Transform | None = None, device: torch.device | None = None) -> torch.Tensor:
         """Read this part of `source`, a safetensors slice (only this part is read) or a tensor, repeated for its copies. `transform` gets the values
         in float32, on `device` if given. Raises `ModelLoadError` if `source` has another shape, or a dtype that requires a scale."""
-        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
-        if shape != self.source_shape:
-            raise ModelLoadError(f"expected shape {list(self.source_shape)}, found {list(shape)}")
-        values: torch.Tensor = source[(slice(None),) * self.dim + (slice(self.start, self.start + self.size),)]
+        where = (self.dim, self.start, self.size)
+        values = cut(source, (self.whole_shape,), *where, stride=self.stride, expert=self.expert, transposed=self.transposed)
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelLoadError(f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}")
         if device is not None:
@@ -45,9 +46,43 @@ class Part:
             values = transform(values.float())
         return values if self.copies == 1 else torch.cat([values] * self.copies, dim=self.dim)
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the tensor as the checkpoint has it."""
+        one = self.source_shape[::-1] if self.transposed else self.source_shape
+        return one if self.expert is None else (self.expert[1], *one)
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Return numbers [*source_shape] as a checkpoint would have them, those of other experts the same."""
+        return (values.t() if self.transposed else values).expand(self.whole_shape)
+
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a view of this part of the parameter, with all its copies."""
         return parameter.narrow(self.dim, self.at, self.size * self.copies)
+
+
+def cut(
+    source: Any,
+    shapes: tuple[tuple[int, ...], ...],
+    dim: int | None,
+    start: int = 0,
+    size: int = 0,
+    *,
+    stride: int = 1,
+    expert: tuple[int, int] | None = None,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """Return some indices along `dim` (None: all) of `source`, a safetensors slice, of which only these are read, or a tensor. The arguments are as
+    of `Part`. Raises `ModelLoadError` if its shape is none of `shapes`."""
+    shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+    if shape not in shapes:
+        raise ModelLoadError(f"expected shape {' or '.join(str(list(one)) for one in shapes)}, found {list(shape)}")
+    index: tuple[int | slice, ...] = () if expert is None else (expert[0],)
+    if dim is not None:
+        index += (slice(None),) * (1 - dim if transposed else dim) + (slice(start, start + max(0, (size - 1) * stride + 1)),)
+    values: torch.Tensor = source[index or ...]
+    values = values.t() if transposed else values
+    return values if stride == 1 or dim is None else values[(slice(None),) * dim + (slice(None, None, stride),)]
 
 
 class Weight(nn.Parameter):

@@ -13,7 +13,9 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError, describe
 from dovetail.nn.format import DENSE, Quantization, WeightFormat
 from dovetail.nn.linear import LinearLayer
+from dovetail.nn.moe import Experts
 from dovetail.runtime.model_files import built_ins_first
+from dovetail.runtime.weights import some_of
 
 METHOD = "quant_method"
 
@@ -94,13 +96,13 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
     names: dict[int, list[str]] = {}
     for rule in module.weights():
         names.setdefault(id(rule.parameter), []).append(rule.source.rpartition(".")[0])
-    layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer)]
+    layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer | Experts)]
     for layer in layers:
-        modules = names.get(id(layer.weight), [])
+        modules = list(dict.fromkeys(name for weight in layer.placed_weights() for name in names.get(id(weight), [])))
         try:
             layer.take_format(_format_of(quantization, modules) if modules else DENSE, device)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{', '.join(modules)}: {error}") from error
+            raise UnsupportedError(f"{some_of(modules)}: {error}") from error
     if all(layer.format == DENSE for layer in layers):
         raise UnsupportedError(
             f"{type(module).__name__} has no linear layer that {quantization} says is quantized: layers of `dovetail.nn.linear` can be"

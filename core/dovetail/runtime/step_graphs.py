@@ -26,8 +26,8 @@ class StepGraphs:
     such a step and whole decode steps."""
 
     def __init__(self, runner: Runner, splitter: LayerSplitter, max_tokens: int, parameters: int) -> None:
-        """Prepare graphs of steps of up to `max_tokens`, for a model of so many `parameters`. Attention can be recorded, at least
-        beside the model."""
+        """Prepare graphs of steps of up to `max_tokens`, for a model that multiplies each token by so many `parameters`. Attention can be
+        recorded, at least beside the model."""
         rows, model, backend = runner.rows, runner.model, runner.backend
         self._runner = runner
         self.mixed = MixedGraphs(model, splitter, backend, rows, most_recorded(max_tokens, parameters))

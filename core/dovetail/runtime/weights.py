@@ -40,25 +40,41 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold either tensor, or both if they are equal.
     Raises `ModelLoadError` naming the file and the tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
     """
+<<<<<<< HEAD
     rules = {rule.source: rule for rule in model.weights()}
     if not partly:
         _check_rules(model, rules)
     rules = {rule.source: rule for rule in _for_each_tensor(rules.values())}
+=======
+    plain = list(model.weights())
+    _check_rules(model, plain)
+    rules: dict[str, list[WeightRule]] = {}
+    for rule in _for_each_tensor(plain):
+        rules.setdefault(rule.source, []).append(rule)
+>>>>>>> a55cd5b (Add mixtures of experts, and Qwen3-MoE as a native model)
     stored = _tensor_files(Path(directory))
     names = _text_names(stored)
     files = {name: stored[old] for name, old in names.items()}
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
+<<<<<<< HEAD
     _check_names(rules, {name: path for name, path in files.items() if name in rules} if partly else files, Path(directory))
     todo = [name for name in files if name in rules and rules[name].parameter is not None]
     _expect(rules[name] for name in todo)
+=======
+    _check_names(rules, files, Path(directory))
+    todo = [name for name in files if any(rule.parameter is not None for rule in rules.get(name, ()))]
+    _expect(rule for name in todo for rule in rules[name])
+>>>>>>> a55cd5b (Add mixtures of experts, and Qwen3-MoE as a native model)
     loaded: set[tuple[int, str | None]] = set()
     done = 0
     for path in dict.fromkeys(files.values()):
         with _opened(path) as file:
             for name in (name for name in todo if files[name] == path):
                 with _naming(path, names[name]):
-                    _load_one(rules[name], file.get_slice(names[name]), loaded)
+                    source = file.get_slice(names[name])
+                    for rule in rules[name]:
+                        _load_one(rule, source, loaded)
                 done += 1
                 if progress is not None:
                     progress("loading weights", done, len(todo))
@@ -81,7 +97,8 @@ def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
         if not tensors:
             yield rule
         for word, tensor in tensors.items():
-            name = f"{rule.source.rpartition('.')[0]}.{word}"
+            before, _, last = rule.source.rpartition(".")
+            name = f"{before}.{word}" if last == "weight" else f"{rule.source}_{word}"
             yield WeightRule(name, tensor, rule.shard_id, optional=rule.optional or tensor.optional, transform=rule.transform)
 
 
@@ -92,7 +109,7 @@ def _expect(rules: Iterable[WeightRule]) -> None:
             rule.parameter.expected.add(rule.shard_id)
 
 
-def _is_bare(files: Mapping[str, Path], rules: Mapping[str, WeightRule]) -> bool:
+def _is_bare(files: Mapping[str, Path], rules: Mapping[str, list[WeightRule]]) -> bool:
     """True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix. transformers reads such checkpoints, too."""
     return not any(name.startswith(_PREFIX) for name in files) and any(_PREFIX + name in rules for name in files)
 
@@ -131,11 +148,12 @@ def dummy_weights(model: Any, seed: int) -> None:
         if weight is None or place in filled:
             continue
         filled.add(place)
-        shape = weight.parts[rule.shard_id].source_shape
+        part = weight.parts[rule.shard_id]
         if weight.scale:
-            weight.load(torch.ones(shape, device=weight.device), rule.shard_id)
+            weight.load(torch.ones(part.source_shape, device=weight.device), rule.shard_id)
             continue
-        weight.load(random_numbers(shape, rule.source, seed, weight.device), rule.shard_id)
+        name = rule.source if part.expert is None else f"{rule.source} {part.expert[0]}"
+        weight.load(part.whole(random_numbers(part.source_shape, name, seed, weight.device)), rule.shard_id)
 
 
 def random_numbers(shape: Sequence[int], name: str, seed: int, device: torch.device) -> torch.Tensor:
@@ -144,9 +162,9 @@ def random_numbers(shape: Sequence[int], name: str, seed: int, device: torch.dev
     return torch.randn(tuple(shape), generator=generator, device=device) * 0.02
 
 
-def _check_rules(model: torch.nn.Module, rules: Mapping[str, WeightRule]) -> None:
+def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
     """Every part of every parameter has a rule: a mistake of the architecture's author, not of the checkpoint."""
-    ruled = {(id(rule.parameter), rule.shard_id) for rule in rules.values()}
+    ruled = {(id(rule.parameter), rule.shard_id) for rule in rules}
     for name, parameter in model.named_parameters():
         for shard_id in getattr(parameter, "parts", {None: None}):
             if (id(parameter), shard_id) not in ruled:
@@ -154,11 +172,13 @@ def _check_rules(model: torch.nn.Module, rules: Mapping[str, WeightRule]) -> Non
                 raise ModelLoadError(f"{type(model).__name__}.weights() has no rule for parameter {name}{part}")
 
 
-def _check_names(rules: Mapping[str, WeightRule], files: Mapping[str, Path], directory: Path) -> None:
+def _check_names(rules: Mapping[str, list[WeightRule]], files: Mapping[str, Path], directory: Path) -> None:
     """The checkpoint holds what the model needs, and nothing that the model doesn't know."""
-    found = {(id(rules[name].parameter), rules[name].shard_id) for name in files if name in rules}
+    found = {(id(rule.parameter), rule.shard_id) for name in files for rule in rules.get(name, ())}
     missing = [
-        rule.source for rule in rules.values() if rule.source not in files and not rule.optional and (id(rule.parameter), rule.shard_id) not in found
+        some[0].source
+        for name, some in rules.items()
+        if name not in files and any(not rule.optional and (id(rule.parameter), rule.shard_id) not in found for rule in some)
     ]
     extra = [name for name in files if name not in rules and not name.endswith(_COMPUTED + _OF_THE_CACHE)]
     problems = []

@@ -5,6 +5,7 @@ the engine's own process.
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup
 from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.nn.moe import Experts
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.kv_pool import kv_layout, pool_blocks
@@ -193,7 +195,7 @@ class Worker:
         config = self.context.config
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
             return None
-        graphs = StepGraphs(self._running(), splitter, config.max_num_batched_tokens, _num_parameters(model))
+        graphs = StepGraphs(self._running(), splitter, config.max_num_batched_tokens, _parameters_of_a_token(model))
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
 
@@ -207,4 +209,16 @@ class Worker:
 
 
 def _num_parameters(model: LoadedModel) -> int:
-    return sum(getattr(parameter, "numbers", parameter.numel()) for parameter in model.module.parameters())
+    return sum(map(_numbers, model.module.parameters()))
+
+
+def _parameters_of_a_token(model: LoadedModel) -> int:
+    """Those that a token is multiplied by: of a mixture, a few experts'."""
+    mixtures = [module for module in model.module.modules() if isinstance(module, Experts)]
+    left_out = sum((1 - mixture.share_per_token) * sum(map(_numbers, mixture.placed_weights())) for mixture in mixtures)
+    return _num_parameters(model) - round(left_out)
+
+
+def _numbers(parameter: Any) -> int:
+    numbers: int = getattr(parameter, "numbers", parameter.numel())
+    return numbers

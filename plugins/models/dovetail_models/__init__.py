@@ -26,6 +26,7 @@ def dovetail_components() -> list[ComponentSpec]:
         _model("mistral", "Mistral", "MistralForCausalLM", "Mistral, with its sliding window"),
         _model("qwen2", "Qwen2", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense"),
         _model("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3, dense"),
+        _model("qwen3_moe", "Qwen3Moe", "Qwen3MoeForCausalLM", "Qwen3's mixtures of experts"),
         _model("transformers", "Transformers", "*", "architectures of transformers that no other model serves, by transformers' own code"),
     ]
 

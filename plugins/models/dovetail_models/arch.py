@@ -167,6 +167,15 @@ def window_reasons(config: Any) -> list[str]:
     return [f"sliding_window = {window} must be at least 1"] if window is not None and window < 1 else []
 
 
+def experts_reasons(config: Any, count_name: str, inner_name: str = "moe_intermediate_size") -> list[str]:
+    """Why the sizes of a mixture of experts can't be right."""
+    names = (count_name, "num_experts_per_tok", inner_name)
+    reasons = [f"{name} = {getattr(config, name)} must be at least 1" for name in names if getattr(config, name) < 1]
+    if config.num_experts_per_tok > getattr(config, count_name):
+        reasons.append(f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} ({getattr(config, count_name)})")
+    return reasons
+
+
 def _wrong_sizes(config: Any) -> list[str]:
     reasons = [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if getattr(config, name) < 1]
     if reasons:

@@ -1,11 +1,12 @@
-"""The transformer that these models share: pre-norm blocks of grouped-query attention with rotary positions, and of a gated feed-forward.
+"""The transformer that these models share: pre-norm blocks of grouped-query attention with rotary positions, and of a gated feed-forward
+or a mixture of them.
 
 What one model has and another hasn't is a field of `DecoderShape`; each model's file fills it from its Hugging Face config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,23 @@ from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from dovetail.nn.moe import Experts, Router, choose
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The parameters of feed-forwards that are mixtures of experts."""
+
+    layers: frozenset[int]  # which of them are; the others are dense
+    count: int
+    per_token: int
+    inner: int
+    normalize: bool  # the weights of a token's experts add up to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,7 @@ class DecoderShape:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output
     mlp_bias: bool = False
+    experts: ExpertsShape | None = None
 
     @property
     def num_layers(self) -> int:
@@ -88,6 +102,40 @@ class FeedForward(nn.Module):
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
         self.down_proj.add_to(residual, self.gate_up_proj(residual, norm))
 
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        parts: dict[str, tuple[Layer, str | None]] = {
+            "gate_proj": (self.gate_up_proj, "gate"),
+            "up_proj": (self.gate_up_proj, "up"),
+            "down_proj": (self.down_proj, None),
+        }
+        yield from _rules(prefix, parts)
+
+
+class SparseFeedForward(nn.Module):
+    """The sum of what a few of many feed-forwards make of a token, which a router chooses and weighs."""
+
+    def __init__(self, hidden: int, shape: ExpertsShape, context: BuildContext) -> None:
+        super().__init__()
+        self.shape = shape
+        self.router = Router(hidden, shape.count, context)
+        self.experts = Experts(hidden, shape.inner, shape.count, context, per_token=shape.per_token)
+
+    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
+        x = residual.normed(norm)
+        ids, weights = choose(self.router(x), self.shape.per_token, normalize=self.shape.normalize)
+        self.experts.add_to(residual, x, ids, weights)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from _rules(prefix, {"gate": (self.router, None)})
+        yield from self.experts.weights(f"{prefix}experts.")
+
+
+def _rules(prefix: str, parts: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:
+    """Yield where the tensors of layers go, by the layers' names in a checkpoint."""
+    for name, (layer, shard_id) in parts.items():
+        for kind, weight in layer.named_parameters():  # "weight", and "bias" if it has one
+            yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)
+
 
 class Block(nn.Module):
     """One layer: attention, then feed-forward. Each reads the residual stream [tokens, hidden] through a norm, and adds to it. `wanted`: attention
@@ -98,7 +146,8 @@ class Block(nn.Module):
         self.input_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.attention = Attention(index, shape, context)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
-        self.mlp = FeedForward(shape, context)
+        experts = shape.experts if shape.experts is not None and index in shape.experts.layers else None
+        self.mlp = FeedForward(shape, context) if experts is None else SparseFeedForward(shape.hidden_size, experts, context)
 
     def add_to(self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None) -> None:
         self.attention.add_to(residual, self.input_norm, rotation, wanted)
@@ -106,7 +155,7 @@ class Block(nn.Module):
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Yield where the tensors go whose names begin with `prefix`."""
-        attention, mlp = self.attention, self.mlp
+        attention = self.attention
         parts: dict[str, tuple[Layer, str | None]] = {
             "input_layernorm": (self.input_norm, None),
             "self_attn.q_proj": (attention.qkv_proj, "q"),
@@ -114,15 +163,11 @@ class Block(nn.Module):
             "self_attn.v_proj": (attention.qkv_proj, "v"),
             "self_attn.o_proj": (attention.o_proj, None),
             "post_attention_layernorm": (self.mlp_norm, None),
-            "mlp.gate_proj": (mlp.gate_up_proj, "gate"),
-            "mlp.up_proj": (mlp.gate_up_proj, "up"),
-            "mlp.down_proj": (mlp.down_proj, None),
         }
         if attention.qk_norm is not None:
             parts |= {"self_attn.q_norm": (attention.qk_norm, "q"), "self_attn.k_norm": (attention.qk_norm, "k")}
-        for name, (layer, shard_id) in parts.items():
-            for kind, weight in layer.named_parameters():  # "weight", and "bias" if it has one
-                yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)
+        yield from _rules(prefix, parts)
+        yield from self.mlp.weights(f"{prefix}mlp.")
 
 
 class Decoder(nn.Module):

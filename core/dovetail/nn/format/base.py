@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +12,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from dovetail.errors import UnsupportedError
-from dovetail.nn.activation import silu_mul
+from dovetail.nn.activation import Activation, activate, silu_mul
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Weight
 from dovetail.nn.residual import Residual
+
+
+@dataclass(slots=True)
+class ExpertLayers:
+    """The layers of a mixture of experts, in some format: for each expert gate and up as one [2 * inner, hidden], and down [hidden, inner]."""
+
+    gate_up: Sequence[Any]  # what the format's `allocate_experts` made
+    down: Sequence[Any]
+    gate_up_bias: torch.Tensor | None  # [experts, 2 * inner]
+    down_bias: torch.Tensor | None  # [experts, hidden]
+    activation: Activation
+    for_kernels: Any = None  # what the format makes of them at first, to be given to its kernels
 
 
 class WeightFormat(ABC):
@@ -55,6 +68,56 @@ class WeightFormat(ABC):
     def add_to(self, weight: Any, residual: Residual, x: torch.Tensor) -> None:
         """Add x [tokens, inputs] times the weight to the stream."""
         residual.x.add_(self.columns(weight, x))
+
+    def allocate_experts(self, weights: Sequence[Weight], device: torch.device) -> Sequence[nn.Parameter]:
+        """`allocate` for the same layer of each expert of a mixture."""
+        return [self.allocate(weight, device) for weight in weights]
+
+    def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """-> [parts, tokens, hidden], float32 or like x, whose sum over the parts is what the experts make of x [tokens, hidden]: token t has the
+        k experts ids[t], int32, each times its number in weights [tokens, k] float32."""
+        return plain_experts(self, layers, x, ids, weights)
+
+
+def plain_experts(form: WeightFormat, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The twin of all kernels for experts: one expert after the other. On a CPU it computes the tokens that have chosen it, and elsewhere all, so
+    that the shapes are the same in every step."""
+    tokens, per_token = ids.shape
+    parts = torch.zeros((per_token, tokens, x.shape[1]), dtype=torch.float32, device=x.device)
+    for index, (gate_up, down) in enumerate(zip(layers.gate_up, layers.down, strict=True)):
+        chosen = (ids == index).t()  # [k, tokens]
+        slots, rows = chosen.nonzero(as_tuple=True) if x.device.type == "cpu" else (None, None)
+        if rows is not None and not len(rows):
+            continue
+        y = F.linear((x if rows is None else x[rows]).float(), form.dequantized(gate_up), _of(layers.gate_up_bias, index))
+        y = activate(y, layers.activation).to(x.dtype).float()
+        y = F.linear(y, form.dequantized(down), _of(layers.down_bias, index))
+        if slots is None:
+            parts = torch.where(chosen[:, :, None], y, parts)
+        else:
+            parts[slots, rows] = y
+    return parts.mul_(weights.t()[:, :, None])
+
+
+def in_one_piece(weights: Sequence[nn.Parameter], beside: Sequence[str] = ()) -> Sequence[nn.Parameter]:
+    """Move weights that were just allocated, and tensors that are attributes of each, so that those of all lie behind each other: see `stacked`."""
+    for weight, values in zip(weights, torch.stack([weight.data for weight in weights]), strict=True):
+        weight.data = values
+    for name in beside:
+        if getattr(weights[0], name) is not None:
+            for weight, values in zip(weights, torch.stack([getattr(weight, name) for weight in weights]), strict=True):
+                setattr(weight, name, values)
+    return weights
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors that `in_one_piece` has put behind each other as one, [number of them, ...], which is a view."""
+    first = tensors[0].detach()
+    return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def _of(biases: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if biases is None else biases[expert].float()
 
 
 def kept(result: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.format.base import WeightFormat
+from dovetail.nn.format.base import ExpertLayers, WeightFormat, in_one_piece, plain_experts, stacked
 from dovetail.nn.kernels.available import has_many_rows, use_kernels
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -30,6 +31,9 @@ class Dense(WeightFormat):
 
     def allocate(self, weight: Weight, device: torch.device) -> Weight:
         return weight.on(device)
+
+    def allocate_experts(self, weights: Sequence[Weight], device: torch.device) -> Sequence[nn.Parameter]:
+        return in_one_piece(WeightFormat.allocate_experts(self, weights, device))
 
     def dequantized(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float()
@@ -68,6 +72,17 @@ class Dense(WeightFormat):
                 residual.add_parts(kernel(x, weight, in_parts=True))
                 return
         residual.x.addmm_(x, weight.t())
+
+    def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if use_kernels(x, ids, weights):
+            from dovetail.nn.kernels import experts
+
+            if layers.for_kernels is None:
+                layers.for_kernels = [experts.Stored(stacked(each), each[0].shape[1]) for each in (layers.gate_up, layers.down)]
+            gate_up, down = layers.for_kernels
+            with suppress(KernelUnavailable):
+                return experts.experts(x, gate_up, down, layers.gate_up_bias, layers.down_bias, layers.activation, ids, weights)
+        return plain_experts(self, layers, x, ids, weights)
 
     def __str__(self) -> str:
         return "plain"

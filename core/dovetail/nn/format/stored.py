@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from dovetail.errors import ModelLoadError
 from dovetail.nn.format.base import WeightFormat
-from dovetail.nn.parameter import Part, Transform, Weight
+from dovetail.nn.parameter import Part, Transform, Weight, cut
 
 QUANTIZED_AT_ONCE = 1 << 20  # values, or an eighth of the tensor if that is more: bounds temporary memory
 
@@ -30,16 +30,12 @@ class TensorShape:
     start: int = 0
     size: int = 0
     optional: bool = False
+    stride: int = 1  # as of `Part`, and `expert`
+    expert: tuple[int, int] | None = None
 
     def read(self, source: Any) -> torch.Tensor:
         """Return this rank's share of `source`, a safetensors slice or a tensor. Raises `ModelLoadError` for another shape."""
-        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
-        if shape not in self.shapes:
-            raise ModelLoadError(f"expected shape {' or '.join(str(list(shape)) for shape in self.shapes)}, found {list(shape)}")
-        if self.dim is None:
-            return source if isinstance(source, torch.Tensor) else source[...]
-        values: torch.Tensor = source[(slice(None),) * self.dim + (slice(self.start, self.start + self.size),)]
-        return values
+        return cut(source, self.shapes, self.dim, self.start, self.size, stride=self.stride, expert=self.expert)
 
 
 class StoredFormat(WeightFormat):
@@ -111,11 +107,11 @@ class StoredWeight(nn.Parameter):
         `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
         rows, inputs = part.source_shape
-        first, count = (part.start, part.size) if part.dim == 0 else (0, rows)
+        first, count, stride = (part.start, part.size, part.stride) if part.dim == 0 else (0, rows, 1)
         at_once = max(QUANTIZED_AT_ONCE, rows * inputs // 8) // inputs
         at_once = max(1, at_once // self.format.rows_at_once) * self.format.rows_at_once
         for at in range(0, count, at_once):
-            some = Part(part.source_shape, 0, first + at, min(at_once, count - at))
+            some = replace(part, dim=0, start=first + at * stride, size=min(at_once, count - at), at=0, stride=stride)
             self.format.quantize(self, part, at, some.read(source, transform, self.device))
 
     def hold(self, name: str, shard_id: str | None, tensor: torch.Tensor) -> None:

@@ -168,7 +168,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         generator = torch.Generator().manual_seed(seed)
-        self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
@@ -194,14 +194,17 @@ class Reference:
                     parameter.mul_(factor)
         return True
 
-    def load(self, tensors: Tensors) -> None:
-        """Give it such tensors again, in float32."""
-        self.model.float().load_state_dict(tensors, strict=False)
+    def held(self) -> Tensors:
+        """The tensors of the model, under the names that a checkpoint has for them."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        held: Tensors = revert_weight_conversion(self.model, self.model.state_dict())
+        return held
 
     def tensors(self) -> Tensors:
         """The tensors of a checkpoint: tied weights once, under the first of their names."""
         tied = self.tied()
-        return {name: value.detach().clone() for name, value in self.model.state_dict().items() if name not in tied}
+        return {name: value.detach().clone() for name, value in self.held().items() if name not in tied}
 
     def tied(self) -> dict[str, str]:
         """Names that share their weights with a tensor before them, and that one's name."""

@@ -17,6 +17,10 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-2,  # large, so that a wrong one shows
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "tie_word_embeddings": False,
+    "num_experts": 3,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
@@ -105,6 +109,13 @@ def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any
     known = vars(config_class(architecture)())
     common = [{name: value for name, value in fields.items() if name in known} for fields in VARIANTS]
     return [tiny(architecture, **fields) for fields in [*common, *more]]
+
+
+def choosing_all_experts(config: Any) -> Any:
+    """Change a config so that each token goes through all experts of a mixture; otherwise rounding decides between two that are nearly as good."""
+    if hasattr(config, "num_experts_per_tok"):
+        config.num_experts_per_tok = getattr(config, "num_local_experts", None) or config.num_experts
+    return config
 
 
 def changes(architecture: str) -> Iterator[Change]:

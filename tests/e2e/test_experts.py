@@ -1,0 +1,83 @@
+"""Mixtures of experts generate the tokens that transformers does, and those that can't be served are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig
+
+from dovetail.errors import DovetailError
+from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
+from tests.e2e.test_equal_to_transformers import random_prompts
+from tests.support import examples
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
+
+
+@given(
+    normalize=st.booleans(),
+    step=st.integers(1, 2),
+    dense=st.sampled_from([[], [0], [1]]),
+    lens=st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+)
+@examples(quick=6, full=100)
+def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(normalize: bool, step: int, dense: list[int], lens: list[int], seed: int) -> None:
+    config = Qwen3MoeConfig(**TINY, norm_topk_prob=normalize, decoder_sparse_step=step, mlp_only_layers=dense)
+    prompts = random_prompts(lens, 61, seed)
+    with checkpoint(config, seed) as (directory, model):
+        outputs = run(directory, prompts, [greedy(12)] * len(prompts), max_num_batched_tokens=90)
+        for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
+            compare_greedy(model, prompt, tokens, Comparison())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok .9. is more than num_experts .8."),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size = 0 must be at least 1"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not implemented"),
+        ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ({"num_local_experts": 9}, r"lacks 6 tensors .model.layers.0.mlp.experts.8.down_proj.weight"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    with checkpoint(Qwen3MoeConfig(**TINY)) as (directory, _):
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        with pytest.raises(DovetailError, match=said):
+            run(directory, [[1]], [greedy(1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.layers.1.mlp.experts.5.up_proj.weight", "lacks 1 tensor .model.layers.1.mlp.experts.5.up_proj.weight"),
+        ("model.layers.1.mlp.gate.weight", r"tensor model.layers.1.mlp.gate.weight: expected shape \[8, 32\], found \[7, 32\]"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused_by_name(name: str, said: str) -> None:
+    with checkpoint(Qwen3MoeConfig(**TINY)) as (directory, _):
+        path = directory / "model.safetensors"
+        tensors = load_file(path)
+        tensor = tensors.pop(name)
+        save_file(tensors if "experts" in name else tensors | {name: tensor[:7].clone()}, path, {"format": "pt"})
+        with pytest.raises(DovetailError, match=said):
+            run(directory, [[1]], [greedy(1)])

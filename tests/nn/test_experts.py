@@ -1,0 +1,153 @@
+"""Mixtures of experts: the plain twin computes what the definition says, and the kernels what the twin does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from dovetail.nn import moe
+from dovetail.nn.activation import ClampedSwiGLU, activate
+from dovetail.nn.format import dense
+from dovetail.nn.kernels import experts as kernels
+from dovetail.nn.kernels import launch
+from dovetail.nn.moe import Experts, Router, choose
+from dovetail.nn.residual import Residual
+from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter, take_kernels
+from tests.models.oracle import context
+from tests.support import examples
+
+some = examples(quick=16 if ON_GPU else 6, full=400 if ON_GPU else 100)
+seeds = st.integers(0, 2**31)
+
+
+@starts_the_interpreter
+def test_the_kernels_hold_in_tritons_interpreter() -> None:
+    assert_holds_when_interpreted(__file__)
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_kernels(monkeypatch, moe, dense)
+    monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)  # a kernel that fails does so here, and its twin doesn't stand in for it
+
+
+def some_experts(hidden: int, inner: int, count: int, dtype: torch.dtype, seed: int, **fields: Any) -> Experts:
+    from dataclasses import replace
+
+    made = Experts(hidden, inner, count, replace(context(), dtype=dtype, device=DEVICE), **fields)
+    torch.manual_seed(seed)
+    for weight in (*made.gate_up, *made.down):
+        weight.data.copy_(torch.randn(weight.shape) / weight.shape[1] ** 0.5)
+    for bias in (made.gate_up_bias, made.down_bias):
+        if bias is not None:
+            bias.data.copy_(torch.randn(bias.shape))
+    return made
+
+
+def by_definition(layer: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """In float64, token by token, but for the rounding of what lies between the two layers."""
+    result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token in range(len(x)):
+        for slot, expert in enumerate(ids[token].tolist()):
+            both = layer.gate_up[expert].double() @ x[token].double()
+            if layer.gate_up_bias is not None:
+                both += layer.gate_up_bias[expert]
+            y = layer.down[expert].double() @ activate(both[None], layer.activation)[0].to(x.dtype).double()
+            if layer.down_bias is not None:
+                y += layer.down_bias[expert]
+            result[token] += weights[token, slot].double() * y
+    return result
+
+
+def routed(tokens: int, count: int, per_token: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return choose(torch.randn(tokens, count, device=DEVICE), per_token, normalize=True)
+
+
+ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", ClampedSwiGLU(1.702, 0.5)]
+
+
+@given(
+    tokens=st.sampled_from([1, 2, 5, 16, 40]),
+    sizes=st.sampled_from([(16, 16), (72, 40), (128, 96)]),
+    count=st.sampled_from([1, 3, 8]),
+    per_token=st.integers(1, 3),
+    activation=st.sampled_from(ACTIVATIONS),
+    biased=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=seeds,
+)
+@some
+@pytest.mark.usefixtures("with_kernels")
+def test_the_stream_gets_what_the_chosen_experts_make_of_each_token(
+    tokens: int, sizes: tuple[int, int], count: int, per_token: int, activation: Any, biased: bool, dtype: torch.dtype, seed: int
+) -> None:
+    layer = some_experts(*sizes, count, dtype, seed, activation=activation, bias=biased)
+    x, before = torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE), torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE)
+    ids, weights = routed(tokens, count, min(per_token, count), seed)
+    stream = Residual(before.clone())
+    layer.add_to(stream, x, ids, weights)
+    assert_close(stream.x, before.double() + by_definition(layer, x, ids, weights))
+
+
+@given(ids=st.lists(st.integers(0, 6), min_size=1, max_size=70), block=st.sampled_from([2, 4, 16]))
+@some
+@runs_kernels
+def test_places_hold_each_pair_once_in_blocks_of_its_expert(ids: list[int], block: int) -> None:
+    places, blocks = kernels.sort(torch.tensor(ids, dtype=torch.int32, device=DEVICE)[:, None], 7, block)
+    used = [expert for expert in blocks.tolist() if expert >= 0]
+    assert used == sorted(used)
+    assert blocks.tolist()[len(used) :] == [-1] * (len(blocks) - len(used))
+    found: list[int] = []
+    for expert, block_places in zip(used, places.tolist(), strict=False):
+        pairs = [pair for pair in block_places if pair < len(ids)]
+        assert block_places == pairs + [len(ids)] * (block - len(pairs))
+        assert all(ids[pair] == expert for pair in pairs)
+        found += pairs
+    assert found == sorted(range(len(ids)), key=lambda pair: (ids[pair], pair))
+
+
+@given(tokens=st.integers(1, 5), count=st.sampled_from([1, 2, 5, 128]), k=st.integers(1, 8), normalize=st.booleans(), seed=seeds)
+@some
+@pytest.mark.usefixtures("with_kernels")
+def test_the_largest_logits_are_chosen_and_of_equal_ones_the_first(tokens: int, count: int, k: int, normalize: bool, seed: int) -> None:
+    k = min(k, count)
+    torch.manual_seed(seed)
+    logits = torch.randint(-3, 4, (tokens, count), device=DEVICE).float()  # so that many are equal
+    ids, weights = choose(logits, k, normalize=normalize)
+    for token in range(tokens):
+        row = logits[token].tolist()
+        assert ids[token].tolist() == sorted(range(count), key=lambda expert: (-row[expert], expert))[:k]
+        shares = logits[token].double().softmax(0)[ids[token].long()]
+        assert_close(weights[token], shares / shares.sum() if normalize else shares)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+def test_ids_are_those_of_experts_even_of_logits_that_are_no_numbers() -> None:
+    logits = torch.full((3, 5), torch.nan, device=DEVICE)
+    logits[1, 3], logits[2] = 1.0, -torch.inf
+    assert choose(logits, 2, normalize=True)[0].tolist() == [[0, 1], [3, 0], [0, 1]]
+
+
+@given(tokens=st.sampled_from([1, 3, 20]), biased=st.booleans(), dtype=st.sampled_from(DTYPES), seed=seeds)
+@some
+@pytest.mark.usefixtures("with_kernels")
+def test_routers_round_no_product(tokens: int, biased: bool, dtype: torch.dtype, seed: int) -> None:
+    from dataclasses import replace
+
+    router = Router(64, 8, replace(context(), dtype=dtype, device=DEVICE), bias=biased)
+    torch.manual_seed(seed)
+    for parameter in router.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape))
+    x = torch.randn(tokens, 64).to(dtype).to(DEVICE)
+    exact = x.double() @ router.weight.double().T + (0 if router.bias is None else router.bias.double())
+    logits = router(x)
+    assert logits.dtype == torch.float32
+    assert_close(logits, exact)
