@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from bench.power import PowerWatch
-from bench.shapes import write_weights
+from bench.routing import uniform_routing
+from bench.shapes import SHAPES, write_weights
 from bench.workloads import Workload
 from dovetail import EngineConfig
 
@@ -72,7 +73,7 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any], com
     model: Any = directory if component is None else {"path": str(directory), "component": component}
     begun = time.perf_counter()
     settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest}
-    with LLM(model, **{**settings, **overrides}) as llm:
+    with uniform_routing(SHAPES[work.shape]) as routing, LLM(model, **{**settings, **overrides}) as llm:
         started = time.perf_counter() - begun
         params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
 
@@ -94,6 +95,7 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any], com
             "gap_ms_a_step": 1e3 * (sum(times) - stats.device_s + before.device_s) / steps,
             "device_busy_share": (stats.device_s - before.device_s) / sum(times),
             "preemptions": stats.preemptions - before.preemptions,
+            **routing.details(work.seqs),
             **power,
         }
     return Measured(times, started, details)

@@ -27,12 +27,29 @@ class Shape:
     tied: bool
     max_len: int
     rope_theta: float
+    experts: int = 0  # of each layer, `intermediate` wide; 0: the feed-forwards are dense
+    experts_per_token: int = 0
+    window: int | None = None  # of every second layer, beginning with the first
+
+    @property
+    def dense_weights(self) -> int:
+        """Weights of all layers that every token goes through, without embedding and head."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + (self.hidden * self.experts or 3 * self.hidden * self.intermediate))
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert, in all layers together."""
+        return self.layers * 3 * self.hidden * self.intermediate if self.experts else 0
+
+    def distinct_experts(self, tokens: int) -> float:
+        """Experts of a layer that so many tokens are expected to touch, if routing is uniform."""
+        return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     @property
     def block_weights(self) -> int:
-        """Weights of all layers, without embedding and head."""
-        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        """Weights of all layers that a token is multiplied by, without embedding and head."""
+        return self.dense_weights + self.experts_per_token * self.expert_weights
 
     @property
     def head_weights(self) -> int:
@@ -47,9 +64,12 @@ SHAPES = {
     "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, 1024, 16, 8, 128, 3072, 151_936, True, 40_960, 1e6),
     "qwen3-8b": Shape("Qwen3ForCausalLM", 36, 4096, 32, 8, 128, 12_288, 151_936, False, 40_960, 1e6),
     "llama-3.2-1b": Shape("LlamaForCausalLM", 16, 2048, 32, 8, 64, 8192, 128_256, True, 131_072, 5e5),
+    "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", 48, 2048, 32, 4, 128, 768, 151_936, False, 40_960, 1e6, 128, 8),
+    "gpt-oss-20b": Shape("GptOssForCausalLM", 24, 2880, 64, 8, 64, 2880, 201_088, False, 131_072, 1.5e5, 32, 4, 128),
     "llama-3.1-8b": Shape("LlamaForCausalLM", 32, 4096, 32, 8, 128, 14_336, 128_256, False, 131_072, 5e5),
 }
 
+MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "LlamaForCausalLM": "llama", "GptOssForCausalLM": "gpt_oss"}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 QUANTIZED = {  # by name, the `quantization_config` of a checkpoint
     "int4-g128": {
@@ -57,15 +77,28 @@ QUANTIZED = {  # by name, the `quantization_config` of a checkpoint
         "format": "pack-quantized",
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4, "input_activations": None}},
-    }
+    },
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]},
 }
+EXPERT_BYTES = {"int4-g128": 0.5 + 2 / 128, "fp8": 1 + 4 / 128**2, "mxfp4": 17 / 32}  # of a weight of experts in such a checkpoint
 
 
 def config_of(shape: Shape) -> dict[str, Any]:
     """Return what a checkpoint's config.json says."""
+    kind = MODEL_TYPES[shape.architecture]
+    own: dict[str, Any] = {"rope_theta": shape.rope_theta, "rms_norm_eps": 1e-6, "attention_bias": False}
+    if kind == "qwen3_moe":
+        own |= {"num_experts": shape.experts, "moe_intermediate_size": shape.intermediate, "norm_topk_prob": True}
+    if kind == "gpt_oss":
+        yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": shape.rope_theta}
+        own = {"rope_parameters": yarn | {"original_max_position_embeddings": 4096}, "rms_norm_eps": 1e-5, "attention_bias": True}
+        own |= {"num_local_experts": shape.experts, "sliding_window": shape.window}
+    if shape.experts:
+        own["num_experts_per_tok"] = shape.experts_per_token
     return {
         "architectures": [shape.architecture],
-        "model_type": "qwen3" if shape.architecture.startswith("Qwen3") else "llama",
+        "model_type": kind,
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
@@ -75,11 +108,9 @@ def config_of(shape: Shape) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
         "max_position_embeddings": shape.max_len,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        "attention_bias": False,
         "dtype": "bfloat16",
+        **own,
     }
 
 

@@ -5,6 +5,7 @@
     python -m bench.throughput --workload 8b-one --checkpoint int4-g128
     python -m bench.throughput --workload nano --param presence_penalty=1.5 --param repetition_penalty=1.05    # beside it without them
     python -m bench.throughput --workload 8b-one 8b-64 8b-256 --engine dovetail dovetail-transformers    # the native model and transformers' code
+    python -m bench.throughput --workload moe-one moe-64      # tokens are routed uniformly: routers of random models choose few experts
     python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
 Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with fresh token ids each; detokenization on. The floor
@@ -25,14 +26,14 @@ from typing import Any
 
 from bench.apart import apart
 from bench.engines import ENGINES, Measured, params_of, run_engine, settings_of
-from bench.limits import Limits, floor_seconds, measure_limits, require_gpu
-from bench.shapes import QUANTIZED, SHAPES, write_checkpoint
+from bench.limits import BYTES, Limits, floor_seconds, measure_limits, require_gpu
+from bench.shapes import EXPERT_BYTES, QUANTIZED, SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 
 
-def report(name: str, engine: str, work: Workload, measured: Measured, limits: Limits) -> dict[str, Any]:
+def report(name: str, engine: str, work: Workload, measured: Measured, limits: Limits, expert_bytes: float = BYTES) -> dict[str, Any]:
     ranks = int(measured.details.get("ranks", 1))  # each moves and computes a share
-    floor = floor_seconds(SHAPES[work.shape], work.lens, limits, work.shared_prefix) / ranks
+    floor = floor_seconds(SHAPES[work.shape], work.lens, limits, work.shared_prefix, expert_bytes) / ranks
     median = statistics.median(measured.seconds)
     row = {
         "workload": name,
@@ -89,7 +90,7 @@ def main() -> None:
             for engine, way in product(args.engine, ways):
                 measured = apart(run_engine, engine, way, Path(directory), overrides)
                 if measured is not None:
-                    rows.append(report(name, engine, way, measured, limits[work.shape]))
+                    rows.append(report(name, engine, way, measured, limits[work.shape], EXPERT_BYTES.get(args.checkpoint, BYTES)))
         if args.json:
             Path(args.json).write_text(json.dumps(rows, indent=2))
 

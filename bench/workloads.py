@@ -58,5 +58,8 @@ WORKLOADS = {
     "8b-64": Workload("qwen3-8b", ((1024, 512),) * 64),
     "8b-256": Workload("qwen3-8b", ((1024, 512),) * 256),
     "8b-one": Workload("qwen3-8b", ((500, 256),)),
+    "moe-one": Workload("qwen3-30b-a3b", ((500, 256),)),
+    "moe-64": Workload("qwen3-30b-a3b", ((1024, 512),) * 64),
+    "moe-256": Workload("qwen3-30b-a3b", ((1024, 512),) * 256),
     "8b-prefill": Workload("qwen3-8b", ((8192, 1),) * 16),
 }

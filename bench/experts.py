@@ -1,0 +1,157 @@
+"""The kernels of mixtures of experts: which tiling is quickest for how many tokens, and its share of what the memory allows.
+
+    python -m bench.experts --shape qwen3-30b-a3b --tokens 1 8 64 256           # as chosen now
+    python -m bench.experts --shape qwen3-30b-a3b --tune                        # every tiling, quickest first
+
+Routing is uniform. A CUDA graph computes several steps of one layer, each with its own tokens. The floor is reading the weights of the chosen experts
+once, or the arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.limits import BYTES, Limits, measure_limits, require_gpu, seconds
+from bench.shapes import SHAPES, Shape
+from dovetail.nn.kernels import experts as kernels
+from dovetail.nn.kernels.experts import Few, FewTiling, Many, Stored, Tiling
+from dovetail.nn.kernels.launch import compiling_ahead
+from dovetail.runtime.decode_graphs import record
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
+STEPS = 6  # of a graph
+MOST_FEW = 32  # tokens for which pairs one by one are tried
+
+
+@dataclass
+class Layer:
+    """One layer's experts, and tokens for them."""
+
+    gate_up: Stored
+    down: Stored
+    count: int
+    per_token: int
+
+    def steps(self, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield x, what lies between the layers, ids and weights."""
+        for _ in range(STEPS):
+            x = torch.randn(tokens, self.gate_up.inputs, device="cuda", dtype=torch.bfloat16)
+            inner = torch.randn(tokens * self.per_token, self.down.inputs, device="cuda", dtype=torch.bfloat16)
+            ids = torch.rand(tokens, self.count, device="cuda").topk(self.per_token).indices.int()
+            yield x, inner, ids, torch.full(ids.shape, 1 / self.per_token, device="cuda")
+
+
+def plain(shape: Shape) -> Layer:
+    def stored(outputs: int, inputs: int) -> Stored:
+        values = torch.empty(shape.experts, outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        return Stored(values.normal_(std=0.02), inputs)
+
+    inner = shape.intermediate
+    return Layer(stored(2 * inner, shape.hidden), stored(shape.hidden, inner), shape.experts, shape.experts_per_token)
+
+
+def us_of(steps: Sequence[Callable[[], Any]]) -> float:
+    """Microseconds of a step."""
+
+    def run() -> None:
+        for step in steps:
+            step()
+
+    graph, _ = record(run, pool=None, warm_ups=1, device=torch.device("cuda", torch.cuda.current_device()))
+    return seconds(graph.replay, 8, 2) * 1e6 / len(steps)
+
+
+def calls(layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool) -> list[Callable[[], Any]]:
+    """Steps of gate and up with this tiling, or of down, sorted before."""
+    found: list[Callable[[], Any]] = []
+    stored = layer.gate_up if first else layer.down
+    around = kernels.gating("silu") if first else {}
+    for x, inner, ids, weights in layer.steps(tokens):
+        source, outputs = (x, layer.down.inputs) if first else (inner, layer.down.outputs)
+        if isinstance(tiling, FewTiling):
+            out = torch.empty(len(ids) * (layer.per_token if first else 1), outputs, device="cuda", dtype=torch.bfloat16 if first else torch.float32)
+            found.append(lambda a=(source, stored, None, ids, weights, out, tiling, around): kernels.few_layer(*a))
+            continue
+        places, blocks = kernels.sort(ids, layer.count, tiling.rows)
+        out = torch.empty(ids.numel(), outputs, device="cuda", dtype=torch.bfloat16)
+        found.append(lambda a=(source, stored, None, weights, places, blocks, out, tiling, around): kernels.many_layer(*a))
+    return found
+
+
+def candidates(tokens: int, layer: Layer) -> Iterator[FewTiling | Tiling]:
+    pairs = tokens * layer.per_token
+    if tokens <= MOST_FEW:
+        yield from (FewTiling(n, warps) for n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)))
+    if tokens < 4:
+        return
+    average = pairs / layer.count
+    for rows, n, k, stages, warps in itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128), (2, 3, 4, 5), (4, 8)):
+        if rows > max(16, 8 * average) or rows < min(64, average) or n * rows > 128 * 128 or (rows < 64 and warps == 8) or (n == 32 and rows > 32):
+            continue
+        if 2 * k * (2 * n + rows) * stages <= 220 << 10 and (n, k) != (32, 64):
+            yield Tiling(rows, n, k, stages, warps)
+
+
+def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
+    """Every tiling for each of both layers; those quickest together have blocks alike."""
+    found: dict[bool, dict[FewTiling | Tiling, float]] = {True: {}, False: {}}
+    for first in (True, False):
+        tilings = list(candidates(tokens, layer))
+        with compiling_ahead(torch.device("cuda", torch.cuda.current_device()), os.cpu_count() or 1):
+            for tiling in tilings:
+                calls(layer, tokens, tiling, first)[0]()
+        for tiling in tilings:
+            try:
+                found[first][tiling] = us_of(calls(layer, tokens, tiling, first))
+            except Exception as error:  # too much shared memory, say
+                print(f"    {tiling}: {type(error).__name__}", flush=True)
+        for tiling, us in sorted(found[first].items(), key=lambda item: item[1])[:best]:
+            print(f"{tokens:>6} {'gate_up' if first else 'down':>8} {us:9.1f} us  {tiling}", flush=True)
+    sums: dict[Few | Many, float] = {}
+    for (a, us), (b, more) in itertools.product(found[True].items(), found[False].items()):
+        if isinstance(a, FewTiling) and isinstance(b, FewTiling):
+            sums[Few(a, b)] = us + more
+        elif isinstance(a, Tiling) and isinstance(b, Tiling) and a.rows == b.rows:
+            sums[Many(a, b)] = us + more
+    return min(sums, key=lambda choice: sums[choice])
+
+
+def tell(layer: Layer, tokens: int, choice: Few | Many, limits: Limits) -> None:
+    """The whole of a layer, sorting included."""
+    steps = list(layer.steps(tokens))
+    distinct = sum(len(ids.unique()) for _, _, ids, _ in steps) / len(steps)
+    weights = layer.gate_up.values[0].numel() + layer.down.values[0].numel()
+    around = (layer.gate_up, layer.down, None, None, "silu")
+    us = us_of([lambda x=x, a=(ids, w, choice): kernels.experts(x, *around, *a) for x, _, ids, w in steps])
+    read = BYTES * weights * distinct / limits.copy_bytes_per_s
+    floor = 1e6 * max(read, 2 * weights * tokens * layer.per_token / limits.flop_per_s)
+    print(f"    {tokens}: {choice},  # {us:.1f} us, {distinct:.1f} experts, {100 * floor / us:.0f} % of the floor", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=[name for name, shape in SHAPES.items() if shape.experts])
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--best", type=int, default=4, help="tilings that are shown")
+    args = parser.parse_args()
+    require_gpu()
+    with torch.inference_mode():
+        shape = SHAPES[args.shape]
+        limits, layer = measure_limits(shape), plain(shape)
+        print(f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)
+        for tokens in args.tokens:
+            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.count), limits)
+            if args.tune:
+                tell(layer, tokens, tune(layer, tokens, args.best), limits)
+
+
+if __name__ == "__main__":
+    main()

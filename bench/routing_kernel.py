@@ -1,0 +1,48 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""The kernel of `bench.routing`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.launch import launch
+
+
+@triton.jit
+def _choose(logits, ids, weights, last, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
+    """One token, as `dovetail.nn.kernels.routing` does it, but by a hash of its first logits' bits and an expert's number."""
+    token, e = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    let_next_begin(PDL)
+    wait(PDL)
+    bits = tl.load(logits + token * COUNT + e % 2, mask=e < COUNT, other=0.0).to(tl.uint32, bitcast=True)
+    seed = tl.sum(tl.where(e < 2, bits * (e + 1).to(tl.uint32), 0), 0).to(tl.uint32)
+    mixed = (seed ^ (e.to(tl.uint32) * 0x9E3779B9)) * 0x85EBCA6B
+    mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
+    mixed = (mixed ^ (mixed >> 16)) * 0x27D4EB2F
+    values = (mixed ^ (mixed >> 15)).to(tl.int32, bitcast=True) >> 8
+    left = e < COUNT
+    chosen = tl.zeros([PADDED], tl.int32)
+    for place in tl.static_range(TOP):
+        largest = tl.max(tl.where(left, values, -2147483648), 0)
+        best = tl.min(tl.where(left & (values == largest), e, PADDED), 0)
+        chosen = tl.where(e == best, place + 1, chosen)
+        left = left & (e != best)
+    at = token * TOP + chosen - 1
+    tl.store(ids + at, e, mask=chosen > 0)
+    tl.store(last + at, e, mask=chosen > 0)
+    tl.store(weights + at, tl.full([PADDED], 1.0, tl.float32) / TOP, mask=chosen > 0)
+
+
+def choose_by_hash(logits: torch.Tensor, k: int, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids [tokens, k] and equal weights; the ids are kept in `last`, too."""
+    tokens, count = logits.shape
+    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
+    launch(_choose, (tokens,))(
+        logits, ids, weights, last, COUNT=count, PADDED=triton.next_power_of_2(count), TOP=k, num_warps=1, **pdl_options(logits.device)
+    )
+    return ids, weights
