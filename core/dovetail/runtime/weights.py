@@ -40,32 +40,20 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold either tensor, or both if they are equal.
     Raises `ModelLoadError` naming the file and the tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
     """
-<<<<<<< HEAD
-    rules = {rule.source: rule for rule in model.weights()}
-    if not partly:
-        _check_rules(model, rules)
-    rules = {rule.source: rule for rule in _for_each_tensor(rules.values())}
-=======
     plain = list(model.weights())
-    _check_rules(model, plain)
+    if not partly:
+        _check_rules(model, plain)
     rules: dict[str, list[WeightRule]] = {}
     for rule in _for_each_tensor(plain):
         rules.setdefault(rule.source, []).append(rule)
->>>>>>> a55cd5b (Add mixtures of experts, and Qwen3-MoE as a native model)
     stored = _tensor_files(Path(directory))
     names = _text_names(stored)
     files = {name: stored[old] for name, old in names.items()}
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
-<<<<<<< HEAD
     _check_names(rules, {name: path for name, path in files.items() if name in rules} if partly else files, Path(directory))
-    todo = [name for name in files if name in rules and rules[name].parameter is not None]
-    _expect(rules[name] for name in todo)
-=======
-    _check_names(rules, files, Path(directory))
     todo = [name for name in files if any(rule.parameter is not None for rule in rules.get(name, ()))]
     _expect(rule for name in todo for rule in rules[name])
->>>>>>> a55cd5b (Add mixtures of experts, and Qwen3-MoE as a native model)
     loaded: set[tuple[int, str | None]] = set()
     done = 0
     for path in dict.fromkeys(files.values()):
