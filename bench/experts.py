@@ -28,6 +28,7 @@ from dovetail.runtime.decode_graphs import record
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 STEPS = 6  # of a graph
 MOST_FEW = 32  # tokens for which pairs one by one are tried
+MOST_HELD = 384  # weights of a thread then: three quarters of its registers
 
 
 @dataclass
@@ -85,10 +86,12 @@ def calls(layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool) ->
     return found
 
 
-def candidates(tokens: int, layer: Layer) -> Iterator[FewTiling | Tiling]:
+def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | Tiling]:
     pairs = tokens * layer.per_token
-    if tokens <= MOST_FEW:
-        yield from (FewTiling(n, warps) for n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)))
+    held = 2 * layer.gate_up.inputs if first else min(8, layer.per_token) * layer.down.inputs  # weights of an output that are asked for at once
+    for n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
+        if tokens <= MOST_FEW and 16 <= n * held // (32 * warps) <= MOST_HELD:
+            yield FewTiling(n, warps)
     if tokens < 4:
         return
     average = pairs / layer.count
@@ -103,7 +106,7 @@ def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
     """Every tiling for each of both layers; those quickest together have blocks alike."""
     found: dict[bool, dict[FewTiling | Tiling, float]] = {True: {}, False: {}}
     for first in (True, False):
-        tilings = list(candidates(tokens, layer))
+        tilings = list(candidates(tokens, layer, first))
         with compiling_ahead(torch.device("cuda", torch.cuda.current_device()), os.cpu_count() or 1):
             for tiling in tilings:
                 calls(layer, tokens, tiling, first)[0]()

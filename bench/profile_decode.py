@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.engines import settings_of
 from bench.limits import require_gpu
+from bench.routing import uniform_routing
 from bench.shapes import SHAPES, write_checkpoint
 from dovetail import LLMEngine, SamplingParams
 
@@ -82,10 +83,12 @@ def main() -> None:
     settings = {"load_format": "dummy", **sizes, **parts}
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(SHAPES[args.shape], Path(directory))
-        with LLMEngine.from_config({"model": directory, **settings, **settings_of(args.set)}) as engine:
+        config = {"model": directory, **settings, **settings_of(args.set)}
+        with uniform_routing(SHAPES[args.shape]) as routing, LLMEngine.from_config(config) as engine:
             print(f"{args.shape}, random weights")
             for rows in args.rows:
                 tell(engine, rows, args.context)
+                print(" ".join(f"{name} {value:.1f}" for name, value in routing.details(rows).items()), flush=True)
 
 
 if __name__ == "__main__":
