@@ -1,6 +1,7 @@
-"""The page docs/plugins/clauses.md: every sentence of the contracts that asks something of a component, and the checks that hold it; and all checks.
+"""Generates docs/plugins/clauses.md: every sentence of the contracts that requires something of a component, with the checks that verify it; and all
+checks.
 
-`python -m tools.clauses > docs/plugins/clauses.md` writes it anew. It is committed, so that it can be read without building the site.
+Run `python -m tools.clauses > docs/plugins/clauses.md` to update it. The page is committed, so that it can be read without building the site.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dovetail.testing.suites import suite_for
 
 HEAD = """# Clauses and checks
 
-<!-- Written by `python -m tools.clauses`. Change the contract, or core/dovetail/testing/clauses, and write it anew. -->
+<!-- Written by `python -m tools.clauses`. Change the contract, or core/dovetail/testing/clauses, and run it again. -->
 
-What the contract of each kind asks of a component, sentence by sentence, and the checks of its [suite](conformance.md) that hold it.
-Sentences that only tell what the core does, or what a word means, are left out: {told} of {all}. Of the other {asked}, {held} are held by
-a check, {partly} of them in part, and {unchecked} by none; the list says why.
+Every sentence of the contract of each kind that requires something of a component, and the checks of its [suite](conformance.md) that verify it.
+Sentences that only describe the core, or define a term, are omitted: {told} of {all}. Of the other {asked}, {held} are verified by a check,
+{partly} of them in part, and {unchecked} by none; the list gives the reasons.
 """
 
 
@@ -42,7 +43,7 @@ def page() -> str:
 
 
 def _clauses(clauses: Iterable[Clause]) -> Iterator[str]:
-    yield from ("| of | the contract says | held by |", "|---|---|---|")
+    yield from ("| of | the contract says | verified by |", "|---|---|---|")
     for clause in clauses:
         if clause.checks or clause.why:
             by = ", ".join(f"`{check}`" for check in clause.checks)
@@ -51,7 +52,7 @@ def _clauses(clauses: Iterable[Clause]) -> Iterator[str]:
 
 
 def _checks(group: str, checks: Iterable[Check], clauses: Iterable[Clause]) -> Iterator[str]:
-    yield from ("| check | wanted | holds a clause of | what it tells an author |", "|---|---|---|---|")
+    yield from ("| check | level | verifies a clause of | a failure means |", "|---|---|---|---|")
     for check in checks:
         if check.id.startswith(f"{group}."):
             places = dict.fromkeys(_place(clause.place) for clause in clauses if check.id in clause.checks)

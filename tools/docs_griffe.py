@@ -1,7 +1,7 @@
-"""Two griffe extensions for the API reference, which `mkdocs.yml` names.
+"""Griffe extensions for the API reference, listed in `mkdocs.yml`.
 
-In this code base `seed: int = 0  # 64 bits` documents the field. `FieldComments` makes a docstring of such a comment; `FieldTables` then lists the
-fields of a class in one table, instead of giving each a heading. `docs_templates/` holds the table's template.
+In this code base `seed: int = 0  # 64 bits` documents the field. `FieldComments` turns such comments into docstrings; `FieldTables` then lists the
+fields of a class in one table instead of a heading each. `docs_templates/` has the table's template.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import griffe
 
 
 class FieldComments(griffe.Extension):
-    """Gives attributes without a docstring the comment at the end of their line or, failing that, the comment lines right above."""
+    """Gives attributes without a docstring the comment at the end of their line, otherwise the comment lines right above."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         if attr.docstring is None and attr.lineno is not None and isinstance(attr.filepath, Path):
@@ -26,7 +26,7 @@ class FieldComments(griffe.Extension):
 
 
 class FieldTables(griffe.Extension):
-    """Moves the fields of each class to a section of its docstring. They stay in the tree, but the templates skip what isn't public."""
+    """Moves the fields of each class to a section of its docstring. They stay in the tree, but templates skip non-public members."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         hidden = [member for member in cls.members.values() if member.name.startswith("_") or _is_field(member)]
@@ -46,12 +46,12 @@ def _is_field(member: griffe.Object | griffe.Alias) -> bool:
 
 
 def _is_told_of(field: griffe.Attribute) -> bool:
-    """pydantic's settings of a model are nobody's business."""
+    """Hide pydantic's settings of a model."""
     return not field.name.startswith("_") and field.name != "model_config"
 
 
 def _has_signature(cls: griffe.Class) -> bool:
-    """True if the signature above the table shows the fields with their types anyway."""
+    """True if the signature above the table shows the fields and types already."""
     return any(str(decorator.value).startswith("dataclass") for decorator in cls.decorators)
 
 
@@ -73,7 +73,7 @@ def _description(field: griffe.Attribute) -> str:
 
 
 def _take_type_of_parameter(field: griffe.Attribute) -> bool:
-    """`self.client = client` has the type of the argument."""
+    """Give `self.client = client` the type of the argument."""
     init = field.parent.members.get("__init__") if field.parent else None
     if not isinstance(init, griffe.Function) or str(field.value) != field.name or field.name not in init.parameters:
         return False
@@ -82,7 +82,7 @@ def _take_type_of_parameter(field: griffe.Attribute) -> bool:
 
 
 def comment_at(path: Path, first: int, last: int) -> str:
-    """The comment that belongs to lines `first` to `last` of a file; "" if there is none."""
+    """Return the comment of lines `first` to `last` of a file; "" if there is none."""
     trailing, whole_lines = _comments(path)
     if last in trailing:
         return _sentence(trailing[last])
@@ -99,7 +99,7 @@ def _sentence(text: str) -> str:
 
 @cache
 def _comments(path: Path) -> tuple[dict[int, str], dict[int, str]]:
-    """Return comments by line: those at the end of a line of code, and those that have a line of their own."""
+    """Return comments by line: those at the end of a line of code, and those on separate lines."""
     trailing: dict[int, str] = {}
     whole_lines: dict[int, str] = {}
     with tokenize.open(path) as file:

@@ -1,7 +1,7 @@
-"""Fills in what the documentation site takes from the code: `mkdocs.yml` names this file as a hook, and `tests/docs/` calls it too.
+"""Fills in generated parts of the documentation site: `mkdocs.yml` lists this file as a hook, and `tests/docs/` calls it too.
 
-A page asks for a piece with a comment on a line of its own, `<!-- generated: NAME -->`; `PIECES` lists the names. With
-`<!-- generated: code FILE NAME -->` it shows a definition of a Python file of the repository, and without NAME the whole file.
+A page includes a part with a comment on a separate line, `<!-- generated: NAME -->`; `PIECES` lists the names. `<!-- generated: code FILE NAME -->`
+includes a definition from a Python file of the repository, or the whole file without NAME.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ KIND_TITLES: dict[Kind, str] = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """mkdocs calls this with each page's text."""
+    """Fill in a page; called by mkdocs with each page's text."""
     return fill_in(markdown)
 
 
 def fill_in(markdown: str) -> str:
-    """The text with each marker replaced by its piece. Raises `KeyError` for a name that there is not."""
+    """Return the text with each marker replaced by its part. Raises `KeyError` for an unknown name."""
 
     def piece(marker: re.Match[str]) -> str:
         kind, *words = marker["name"].split()
@@ -62,14 +62,14 @@ def fill_in(markdown: str) -> str:
 
 
 def code(path: str, name: str | None = None) -> str:
-    """A Python file of the repository, or what it defines under this name at its top level. Raises `KeyError` if it doesn't."""
+    """Return a Python file of the repository, or a top-level definition in it. Raises `KeyError` if there is none."""
     text = (ROOT / path).read_text(encoding="utf-8")
     shown = text if name is None else definitions(text)[name]
     return f'```python title="{path.rpartition("/")[2]}"\n{shown.strip()}\n```'
 
 
 def definitions(text: str) -> dict[str, str]:
-    """The classes and functions of a Python file, in its order, each with its source."""
+    """Return the source of each top-level class and function of a Python file, in order."""
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     lines = text.splitlines()
     starts = {node.name: min([node.lineno, *(one.lineno for one in node.decorator_list)]) for node in nodes}
@@ -77,7 +77,7 @@ def definitions(text: str) -> dict[str, str]:
 
 
 def drawing(name: str) -> str:
-    """A drawing as part of the page, so that it takes the page's colours; as a file it has its own, for light and for dark."""
+    """Return a drawing inlined into the page, so that it uses the page's colors; the file has its own, light and dark."""
     svg = (ASSETS / f"{name}.svg").read_text(encoding="utf-8").strip()
     return f'<figure class="drawing">\n{svg}\n</figure>'
 
@@ -86,7 +86,7 @@ def drawing(name: str) -> str:
 
 
 def config_keys() -> str:
-    """Every key of `engine.yaml`."""
+    """Return a table of all keys of `engine.yaml`."""
     properties = json_schema(built_ins())["properties"]
     types = {key: _choice_type(key) for key in COMPONENT_KEYS} | dict.fromkeys(("plugins", "limits"), "mapping, see below")
     types["model"] = "string or mapping"
@@ -94,24 +94,24 @@ def config_keys() -> str:
 
 
 def plugins_keys() -> str:
-    """The keys below `plugins`."""
+    """Return a table of the keys below `plugins`."""
     return _table(PluginSelection, PluginSelection.model_json_schema()["properties"], "key", prefix="plugins.")
 
 
 def limits_keys() -> str:
-    """The keys below `limits`."""
+    """Return a table of the keys below `limits`."""
     return _table(Limits, Limits.model_json_schema()["properties"], "key", prefix="limits.")
 
 
 def server_settings() -> str:
-    """The options of `dovetail serve`."""
+    """Return a table of the options of `dovetail serve`."""
     from dovetail_server.settings import ServerSettings
 
     return _table(ServerSettings, ServerSettings.model_json_schema()["properties"], "option")
 
 
 def job_keys() -> str:
-    """The keys of a job file of `dovetail batch`."""
+    """Return a table of the keys of a job file of `dovetail batch`."""
     from dovetail_batch.job import Input, JobSettings, Output
 
     types = {"engine": "text, mapping or a list of these", "input": "path or mapping, see below", "output": "path or mapping, see below"}
@@ -122,14 +122,14 @@ def job_keys() -> str:
 
 
 def request_fields() -> str:
-    """The fields of the server's endpoints that change nothing, and those of which not every value is supported."""
+    """Return the fields of the server's endpoints without effect, and those with unsupported values."""
     from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS
 
     lines = []
     for operation in OPERATIONS:
         if operation.request in ONLY and operation.streams:
             lines += ["", f"### {operation.path}", "", f"Accepted without effect: {_code(*NO_EFFECT[operation.request])}.", ""]
-            lines += ["| field | accepted values | why no others |", "|---|---|---|"]
+            lines += ["| field | accepted values | reason |", "|---|---|---|"]
             for name, values, reason in ONLY[operation.request]:
                 accepted = _code(*(json.dumps(value) for value in values)) or "none"
                 lines.append(f"| `{name}` | {accepted} | {reason.replace('|', chr(92) + '|')} |")
@@ -137,7 +137,7 @@ def request_fields() -> str:
 
 
 def built_in_components() -> str:
-    """Every built-in component with its options."""
+    """Return all built-in components with their options."""
     return "\n".join(line for kind in KINDS for line in _components_of(kind))
 
 
@@ -148,12 +148,12 @@ def vllm_arguments() -> str:
         here = f"`{row.key}`" if row.key else "left out"
         examples = _code(*map(repr, row.taken)) if row.refused else "any"
         values = row.says if row.key else f"{examples}: {row.says}"
-        rows.append(f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as the key says' if row.key else 'nothing')} |")
+        rows.append(f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as for the key' if row.key else 'nothing')} |")
     return "\n".join(rows)
 
 
 def api_versions() -> str:
-    """The version of each kind's interface."""
+    """Return the interface version of each kind."""
     return "\n".join(["| kind | api |", "|---|---|", *(f"| `{kind}` | {API_VERSIONS[kind]} |" for kind in KINDS)])
 
 
@@ -163,7 +163,7 @@ def check_table(group: str) -> str:
     from dovetail.testing.suites import suite_for
 
     suite = suite_for(next((kind for kind in KINDS if kind == group), "scheduler"))
-    rows = ["| check | wanted | since | what it tells an author |", "|---|---|---|---|"]
+    rows = ["| check | level | since | a failure means |", "|---|---|---|---|"]
     for check in checks_of(suite).values():
         if check.id.startswith(f"{group}."):
             rows.append(f"| `{check.id}`{{ #{check.id} }} | {check.level} | {check.since} | {check.help.replace('|', chr(92) + '|')} |")
@@ -172,7 +172,7 @@ def check_table(group: str) -> str:
 
 @cache
 def built_ins() -> Registry:
-    """Return the registry of what comes with Dovetail, whatever else is installed here."""
+    """Return the registry of built-in components, without anything else installed here."""
     return Registry.discover(PluginSelection(allow=()), environ={})
 
 
@@ -202,9 +202,9 @@ def _choice_type(key: str) -> str:
 def _table(
     model: type[BaseModel], properties: Mapping[str, Any], noun: str, *, prefix: str = "", anchor: str = "", types: Mapping[str, str] | None = None
 ) -> str:
-    """A row for each field; its type in words is that of `types`, or else of its JSON Schema in `properties`.
+    """Return a row for each field; its type in words is from `types`, otherwise from its JSON Schema in `properties`.
 
-    Raises `ValueError` for one without a description: undocumented settings don't get into the site."""
+    Raises `ValueError` for one without a description: undocumented settings must not get into the site."""
     types = types or {}
     rows = [f"| {noun} | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
@@ -217,7 +217,7 @@ def _table(
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema in words."""
+    """Describe a JSON Schema in words."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"]))
     if "enum" in schema or "const" in schema:
@@ -239,7 +239,7 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """A default as `engine.yaml` would say it."""
+    """Format a default as in `engine.yaml`."""
     if hasattr(value, "plain"):  # ComponentChoice
         value = value.plain()
     if isinstance(value, BaseModel):
@@ -257,12 +257,12 @@ def _code(*names: str) -> str:
 
 
 def commands() -> dict[tuple[str, ...], str]:
-    """Every command of the core, "config show" as `("config", "show")`, with what its `--help` says in its first line."""
+    """Return every command of the core, "config show" as `("config", "show")`, with the first line of its `--help`."""
     return dict(_leaves(typer.main.get_command(app), ()))
 
 
 def help_text(*command: str) -> str:
-    """Return what `dovetail COMMAND --help` prints."""
+    """Return the output of `dovetail COMMAND --help`."""
     result = CliRunner().invoke(app, [*command, "--help"], prog_name="dovetail", env={"COLUMNS": HELP_WIDTH, "TERMINAL_WIDTH": HELP_WIDTH})
     if result.exit_code:
         raise ValueError(f"dovetail {' '.join(command)} --help failed: {result.output}")

@@ -1,10 +1,10 @@
-"""Draws the house: the packages of Dovetail and who imports whom, as `docs/assets/house.svg`.
+"""Draws the packages of Dovetail and their imports as `docs/assets/house.svg`.
 
     python -m tools.house            # writes the drawing
-    python -m tools.house --check    # exits with 1 if the one that is there isn't current
+    python -m tools.house --check    # exits with 1 if the existing one is out of date
 
-An arrow says that a package imports another when it is imported itself or used; arrows that follow from others are left out. Boxes that nobody in the
-drawing imports are at the top.
+An arrow means that a package imports another, at import time or in use; transitive arrows are omitted. Boxes that no other box imports are at the
+top.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import grimp
 
 DRAWING = Path(__file__).parents[1] / "docs" / "assets" / "house.svg"
 
-ROOMS: Mapping[str, tuple[str, ...]] = {  # a box of the drawing -> the modules in it
+ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
     "cli": ("dovetail.cli", "dovetail.__main__"),
     "front": ("dovetail.front",),
     "config": ("dovetail.config", "dovetail.config_schema", "dovetail.parts", "dovetail.yaml_source"),
@@ -54,15 +54,15 @@ SAYS: Mapping[str, str] = {
     "runtime": "a step on a device",
     "nn": "layers and kernels",
     "testing": "conformance suites, fakes",
-    "api": "what a component is",
+    "api": "component interfaces",
     "request": "requests, limits, errors",
     "plugins": ", ".join(PLUGINS),
 }
-WIDTH, BOX, HEIGHT, GAP, RISE = 720, 172, 68, 16, 40  # pixels: the drawing, a box, and the room between boxes and between floors
+WIDTH, BOX, HEIGHT, GAP, RISE = 720, 172, 68, 16, 40  # pixels: the drawing, a box, and the space between boxes and between rows
 
 
 def imports() -> dict[str, set[str]]:
-    """Room -> the rooms that it imports. The plugin packages are one room; what the core imports through entry points is no import."""
+    """Return box -> boxes that it imports. The plugin packages are one box; loading through entry points isn't an import."""
     packages = [f"dovetail_{name}" for name in PLUGINS]
     graph = grimp.build_graph("dovetail", *packages, exclude_type_checking_imports=True)
     rooms = {module: room for module in graph.modules if (room := room_of(module)) is not None}
@@ -85,7 +85,7 @@ def room_of(module: str) -> str | None:
 
 
 def reduced(edges: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
-    """Remove the arrows that follow from others. Raises `ValueError` if rooms import each other in a circle."""
+    """Remove transitive arrows. Raises `ValueError` for circular imports."""
     below: dict[str, set[str]] = {}
 
     def all_below(room: str, above: tuple[str, ...]) -> set[str]:
@@ -101,7 +101,7 @@ def reduced(edges: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
 
 
 def floors(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """Rooms from the top: each as low as it can be, above all that it imports."""
+    """Return rows of boxes from the top: each box as low as possible, above all that it imports."""
     depth: dict[str, int] = {}
 
     def depth_of(room: str) -> int:
@@ -115,7 +115,7 @@ def floors(edges: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def drawing() -> str:
-    """The SVG, with colours for light and dark pages."""
+    """Return the SVG, with colors for light and dark pages."""
     edges = reduced(imports())
     places: dict[str, tuple[float, float]] = {}
     for floor, rooms in enumerate(floors(edges)):
@@ -130,7 +130,7 @@ def drawing() -> str:
 
 def _head(height: float) -> str:
     return f"""<svg class="loop-drawing" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-labelledby="house-title">
-<title id="house-title">The packages of Dovetail and who imports whom</title>
+<title id="house-title">Packages of Dovetail and their imports</title>
 <style>
 .loop-drawing {{ --ink: #1f2328; --quiet: #59636e; --core: #eceff1; --part: #1565c0; --paper: #ffffff; background: var(--paper); \
 font-family: system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; font-size: 14px; }}
@@ -171,7 +171,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         if DRAWING.is_file() and DRAWING.read_text(encoding="utf-8") == svg:
             return 0
-        print(f"{DRAWING} isn't current: run `python -m tools.house`", file=sys.stderr)
+        print(f"{DRAWING} is out of date: run `python -m tools.house`", file=sys.stderr)
         return 1
     DRAWING.write_text(svg, encoding="utf-8")
     return 0

@@ -130,7 +130,7 @@ def encode_corpus(train_text: str, held_out_text: str, tokenizer: Tokenizer) -> 
 
 
 def training_batches(ids: Tensor, recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (inputs, targets) without end, both [batch_windows, context_tokens].
+    """Yields (inputs, targets) endlessly, both [batch_windows, context_tokens].
 
     The text is a ring, closed by its end-of-text token. Each epoch starts at another place of the
     ring, so the windows are never cut alike, and visits its windows in another order. Input tokens
@@ -209,7 +209,7 @@ def build_model(recipe: Recipe) -> Qwen3ForCausalLM:
 
 
 def add_dropout(model: Qwen3ForCausalLM, probability: float) -> None:
-    """Drops out the embeddings and what each block adds to the residual stream, while training.
+    """Adds dropout to the embeddings and to the output of each block while training.
 
     Qwen3 itself only has dropout on attention weights. Hooks add the rest without a parameter or a
     module of their own, so what is saved is a plain Qwen3.

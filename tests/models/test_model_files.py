@@ -271,7 +271,7 @@ WINDOWS = {"num_hidden_layers": 2, "sliding_window": 8, "use_sliding_window": Tr
         (LlamaConfig(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (LlamaConfig(final_logit_softcapping=30.0), "final_logit_softcapping"),
         (LlamaConfig(attn_logit_softcapping=30.0), "attn_logit_softcapping"),
-        (LlamaConfig(sliding_window=128), "a Llama has none; transformers passes it over, other engines don't"),
+        (LlamaConfig(sliding_window=128), "a Llama has none; transformers ignores it, other engines don't"),
         (LlamaConfig(sliding_window=128, rope_parameters={**YARN, "rope_theta": 1.0}, max_position_embeddings=128), "sliding_window = 128"),
         (LlamaConfig(sliding_window="many"), "sliding_window = 'many'"),
         (LlamaConfig(activation="gelu"), "activation = 'gelu'"),

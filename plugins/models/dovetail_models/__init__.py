@@ -1,4 +1,4 @@
-"""The built-in model architectures, and the ways in which checkpoints store their weights."""
+"""Built-in model architectures and weight formats."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _model(name: str, target: str, architecture: str, summary: str) -> Component
 @hookimpl
 def dovetail_components() -> list[ComponentSpec]:
     return [
-        _model("llama", "Llama", "LlamaForCausalLM", "Llama 2 and 3, and models of their shape"),
-        _model("mistral", "Mistral", "MistralForCausalLM", "Mistral, with its sliding window"),
+        _model("llama", "Llama", "LlamaForCausalLM", "Llama 2 and 3, and models with the same architecture"),
+        _model("mistral", "Mistral", "MistralForCausalLM", "Mistral, with sliding window"),
         _model("qwen2", "Qwen2", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense"),
         _model("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3, dense"),
-        _model("qwen3_moe", "Qwen3Moe", "Qwen3MoeForCausalLM", "Qwen3's mixtures of experts"),
-        _model("transformers", "Transformers", "*", "architectures of transformers that no other model serves, by transformers' own code"),
+        _model("qwen3_moe", "Qwen3Moe", "Qwen3MoeForCausalLM", "Qwen3, mixture of experts"),
+        _model("transformers", "Transformers", "*", "all other architectures of transformers, with transformers' own code"),
     ]
 
 
@@ -39,7 +39,7 @@ def dovetail_models() -> list[BundledModel]:
 @hookimpl
 def dovetail_quantizations() -> list[QuantizationSpec]:
     return [
-        QuantizationSpec("fp8", "dovetail.nn.format.fp8:Fp8", "FP8 weights, as DeepSeek and Qwen publish them", quantizes=True),
+        QuantizationSpec("fp8", "dovetail.nn.format.fp8:Fp8", "FP8 weights in the format of DeepSeek and Qwen", quantizes=True),
         QuantizationSpec("compressed-tensors", "dovetail.nn.format.compressed_tensors:CompressedTensors", "FP8 or INT4 weights of llm-compressor"),
         QuantizationSpec("gptq", "dovetail.nn.format.gptq:Gptq", "INT4 weights of GPTQ"),
         QuantizationSpec("awq", "dovetail.nn.format.awq:Awq", "INT4 weights of AWQ"),

@@ -1,4 +1,4 @@
-"""The base of all architectures built on the shared decoder: checking a Hugging Face config, and building from its shape."""
+"""Base of all architectures built on the shared decoder: validates a Hugging Face config and builds the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HANDLED = {
     "tie_word_embeddings",
 }
 
-_HARMLESS = (  # patterns of fields that change no number when a model runs
+_HARMLESS = (  # patterns of fields that don't affect a model's results
     "_*",
     "*_token_id",
     "*_token_ids",
@@ -45,7 +45,7 @@ _HARMLESS = (  # patterns of fields that change no number when a model runs
     "*dropout*",
     "*pdrop",
     "*_plan",  # how transformers itself would split the model
-    "auto_map",  # its code is refused apart, below
+    "auto_map",  # checkpoint code is rejected separately, below
     "chunk_size_feed_forward",
     "dtype",
     "gradient_checkpointing",
@@ -64,9 +64,9 @@ _HARMLESS = (  # patterns of fields that change no number when a model runs
     "num_labels",
     "output_attentions",
     "output_hidden_states",
-    "pretraining_tp",  # checked apart, below
+    "pretraining_tp",  # checked separately, below
     "problem_type",
-    "quantization_config",  # checked apart, below
+    "quantization_config",  # checked separately, below
     "return_dict",
     "task_specific_params",
     "tokenizer_*",
@@ -76,15 +76,15 @@ _HARMLESS = (  # patterns of fields that change no number when a model runs
     "use_cache",
 )
 
-_HARMLESS_VALUES = {"activation": ("swiglu",)}  # Falcon3's word for what hidden_act = silu makes of a gated feed-forward
+_HARMLESS_VALUES = {"activation": ("swiglu",)}  # Falcon3's name for a gated feed-forward with hidden_act = silu
 
 
 class DecoderArch(ModelArch):
-    """An architecture that is a `Decoder` of the shape that its config says.
+    """Architecture that is a `Decoder` with the shape in its config.
 
-    A config is served only if every field in it is handled by the architecture (`handled`, besides the common ones), known to be harmless, as
-    transformers has it by default, or off (None, False, 0 or empty). Any other field may change the numbers, even one that transformers itself
-    would pass over, and is refused by name: whoever knows better can take it out of config.json.
+    A config is served only if every field in it is handled by the architecture (`handled`, besides the common ones), known to be harmless, equal to
+    transformers' default, or off (None, False, 0 or empty). Any other field may change the numbers, even one that transformers itself ignores, and is
+    rejected by name; users who know that it has no effect can remove it from config.json.
     """
 
     model_type: str  # of transformers' config
@@ -92,7 +92,7 @@ class DecoderArch(ModelArch):
 
     @abstractmethod
     def shape(self, config: Any) -> DecoderShape:
-        """Return the shape of the decoder. Called only for a config without reasons against it."""
+        """Return the shape of the decoder. Called only for configs without reasons against them."""
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != self.model_type:
@@ -100,13 +100,13 @@ class DecoderArch(ModelArch):
         return self.reasons_against_fields(config)
 
     def reasons_against_fields(self, config: Any) -> list[str]:
-        """The reasons, for a config of the right `model_type`; an architecture adds its own."""
+        """Return the reasons for a config with the right `model_type`; architectures add their own."""
         return [*_wrong_sizes(config), *_wrong_values(config), *rope_reasons_against(config.rope_parameters or {}), *self._unknown(config)]
 
     def _unknown(self, config: Any) -> list[str]:
-        known, defaults = _HANDLED | self.handled, vars(type(config)())  # what transformers itself puts into every such config
+        known, defaults = _HANDLED | self.handled, vars(type(config)())  # what transformers puts into every such config
         return [
-            f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, take it out of config.json"
+            f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, remove it from config.json"
             for name, value in vars(config).items()
             if value and name not in known and value != defaults.get(name) and not _is_harmless(name, value)
         ]
@@ -120,12 +120,12 @@ class DecoderArch(ModelArch):
 
 
 def head_size(config: Any) -> int:
-    """`head_dim` where a config has it, else an even share of the hidden size."""
+    """Return `head_dim` if the config has it, otherwise an equal share of the hidden size."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def base_shape(config: Any, **special: Any) -> DecoderShape:
-    """The shape that the common fields of a config say, with `special` fields of `DecoderShape` for what is the model's own."""
+    """Return the shape given by a config's common fields, with `special` fields of `DecoderShape` for the model's own."""
     size = head_size(config)
     common = {
         "vocab_size": config.vocab_size,
@@ -144,12 +144,12 @@ def base_shape(config: Any, **special: Any) -> DecoderShape:
 
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
-    """Each layer's window, for configs with `layer_types`."""
+    """Return each layer's window, for configs with `layer_types`."""
     return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def layer_type_reasons(config: Any) -> list[str]:
-    """Why `windows_by_layer_type` can't read this config."""
+    """Return the reasons why `windows_by_layer_type` can't read this config."""
     kinds = config.layer_types or []
     reasons = [
         f"layer_types: {kind!r} is not implemented (implemented: full_attention, sliding_attention)"
@@ -196,7 +196,7 @@ def _wrong_values(config: Any) -> list[str]:
     if getattr(config, "quantization_config", None):
         reasons.append(f"quantization_config = {_short(config.quantization_config)} is not implemented: only plain weights")
     if not _is_copy(own := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"), config):
-        reasons.append(f"auto_map: the checkpoint brings code of its own for this model ({_short(own)}), which is never run")
+        reasons.append(f"auto_map: the checkpoint has its own code for this model ({_short(own)}), which is never run")
     return reasons
 
 
@@ -205,7 +205,7 @@ def _is_harmless(name: str, value: object) -> bool:
 
 
 def _is_copy(code: object, config: Any) -> bool:
-    """True if a class of a checkpoint's own code has the name of transformers' class for this config, which transformers prefers, too."""
+    """True if a class in the checkpoint's code has the name of transformers' class for this config; transformers also prefers its own then."""
     return code is None or str(code).rpartition(".")[2] in (config.architectures or ())
 
 

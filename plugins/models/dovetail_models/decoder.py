@@ -1,7 +1,7 @@
-"""The transformer that these models share: pre-norm blocks of grouped-query attention with rotary positions, and of a gated feed-forward
-or a mixture of them.
+"""Transformer shared by these models: pre-norm blocks of grouped-query attention with rotary embeddings, and a gated feed-forward or a mixture
+of them.
 
-What one model has and another hasn't is a field of `DecoderShape`; each model's file fills it from its Hugging Face config.
+Differences between models are fields of `DecoderShape`; each model's file fills it from its Hugging Face config.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """The parameters of feed-forwards that are mixtures of experts."""
+    """Hyperparameters of mixtures of experts."""
 
-    layers: frozenset[int]  # which of them are; the others are dense
+    layers: frozenset[int]  # layers with experts; the others are dense
     count: int
     per_token: int
     inner: int
-    normalize: bool  # the weights of a token's experts add up to 1
+    normalize: bool  # normalize the weights of a token's experts to a sum of 1
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """The parameters that decide what a decoder computes, besides its weights. Sizes are of the whole model, not of a rank."""
+    """Hyperparameters of a decoder. Sizes are those of the whole model, not of a rank."""
 
     vocab_size: int
     hidden_size: int
@@ -46,12 +46,12 @@ class DecoderShape:
     heads: int
     kv_heads: int
     head_size: int
-    windows: tuple[int | None, ...]  # one a layer: how many tokens a query sees, itself included; None: all before it
+    windows: tuple[int | None, ...]  # by layer: tokens that a query attends to, itself included; None: all up to itself
     rope: Rope
-    max_len: int  # tokens, of the longest sequence
+    max_len: int  # tokens of the longest sequence
     norm_eps: float
     tied: bool  # the head uses the embedding's weights
-    qk_norm: bool = False  # q and k of each head are normed before they are turned
+    qk_norm: bool = False  # norm q and k of each head before the rotary embedding
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output
     mlp_bias: bool = False
@@ -62,13 +62,13 @@ class DecoderShape:
         return len(self.windows)
 
     def layer_spec(self, index: int, group: ParallelGroup) -> LayerSpec:
-        """Layer `index` as this rank computes it. Raises `UnsupportedError` when its heads can't be split over the group."""
+        """Return layer `index` with this rank's heads. Raises `UnsupportedError` if the heads can't be split over the group."""
         heads, (_, kv_heads) = share(self.heads, group, "num_attention_heads"), kv_share(self.kv_heads, group)
         return LayerSpec(index, heads, kv_heads, self.head_size, self.head_size**-0.5, self.windows[index])
 
 
 class Attention(nn.Module):
-    """Attention over all earlier tokens of the same row, or over those of a window."""
+    """Attention over all earlier tokens of the same row, or those in a window."""
 
     def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class FeedForward(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """The sum of what a few of many feed-forwards make of a token, which a router chooses and weighs."""
+    """Mixture of experts: the weighted sum of a few feed-forwards, which a router chooses per token."""
 
     def __init__(self, hidden: int, shape: ExpertsShape, context: BuildContext) -> None:
         super().__init__()
@@ -131,15 +131,15 @@ class SparseFeedForward(nn.Module):
 
 
 def _rules(prefix: str, parts: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:
-    """Yield where the tensors of layers go, by the layers' names in a checkpoint."""
+    """Yield the rules for layers, by their names in a checkpoint."""
     for name, (layer, shard_id) in parts.items():
         for kind, weight in layer.named_parameters():  # "weight", and "bias" if it has one
             yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward. Each reads the residual stream [tokens, hidden] through a norm, and adds to it. `wanted`: attention
-    leaves these tokens alone in the stream."""
+    """One layer: attention, then feed-forward. Each reads the residual stream [tokens, hidden] through a norm and adds to it. `wanted`: reduce the
+    stream to these tokens after attention."""
 
     def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Block(nn.Module):
         self.mlp.add_to(residual, self.mlp_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        """Yield where the tensors go whose names begin with `prefix`."""
+        """Yield the rules for tensors whose names begin with `prefix`."""
         attention = self.attention
         parts: dict[str, tuple[Layer, str | None]] = {
             "input_layernorm": (self.input_norm, None),
@@ -193,7 +193,7 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
     def weights(self) -> Iterator[WeightRule]:
-        """Yield where the tensors of a Hugging Face checkpoint go. A tied head shares the embedding's weight, under either name or both."""
+        """Yield the rules for tensors of a Hugging Face checkpoint. A tied head shares the embedding's weight, under either name or both."""
         yield WeightRule("model.embed_tokens.weight", self.embedding.weight)
         yield WeightRule("lm_head.weight", self.head.weight, optional=self.head.weight is self.embedding.weight)
         yield WeightRule("model.norm.weight", self.norm.weight)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and the many models of their shape: the plain decoder, with biases where the config asks for them."""
+"""Llama 2 and 3, and the many models with the same architecture: the plain decoder, with biases if the config has them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Llama(DecoderArch):
 
 
 def _stray_window_reasons(config: Any) -> list[str]:
-    """Llamas have no window, but some configs were made from those of models that do. Where it would cut, engines differ."""
+    """Return the reason to reject a window: Llamas have none, but some configs are derived from models that do, and engines then differ."""
     window = getattr(config, "sliding_window", None)
     if not window or getattr(config, "use_sliding_window", None) is False or (isinstance(window, int) and window >= model_length(config)):
         return []
     return [
-        f"sliding_window = {window!r}: a Llama has none; transformers passes it over, other engines don't, and this one doesn't guess: "
-        "take it out of config.json for transformers' numbers"
+        f"sliding_window = {window!r}: a Llama has none; transformers ignores it, other engines don't: "
+        "remove it from config.json for transformers' behavior"
     ]

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense): q, k and v have a bias, attention's output has none; later layers may have a window."""
+"""Qwen2 and Qwen2.5 (dense): q, k and v have biases, attention's output has none; later layers may have a window."""
 
 from __future__ import annotations
 

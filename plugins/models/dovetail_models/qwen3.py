@@ -1,4 +1,4 @@
-"""Qwen3 (dense): a norm on each head's q and k before they are turned, and a head size of its own."""
+"""Qwen3 (dense): norms q and k of each head before the rotary embedding, and has an independent head size."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def unknown_fields(config: Any) -> list[str]:
     """Reasons for what the module below doesn't read or doesn't know."""
     known = {*vars(type(config)()), "model_type"}  # what transformers puts into every config of this type; the module reads all that matters
     reasons = [
-        f"{name} = {value!r} is no field of an OLMo 2 and may change the numbers; if it doesn't, take it out of config.json"
+        f"{name} = {value!r} is no field of an OLMo 2 and may change the numbers; if it doesn't, remove it from config.json"
         for name, value in vars(config).items()
         if value and name not in known
     ]
