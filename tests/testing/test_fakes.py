@@ -64,7 +64,7 @@ def test_time_passes_as_on_a_device() -> None:
     ("wrong", "words"),
     [
         (batch(0, [1], [5], added=(row(1),)), "steps must be submitted in order"),
-        (batch(2, [0, 0], [1, 1]), "a row stands twice"),
+        (batch(2, [0, 0], [1, 1]), "a row occurs twice"),
         (batch(2, [0], [2]), "more tokens to compute than are known"),
         (batch(2, [0], [1], added=(row(),)), "row 0 was added but is in use"),
         (batch(2, [0], [1], removed=np.array([1])), "row 1 was removed but not in use"),

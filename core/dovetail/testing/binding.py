@@ -1,4 +1,4 @@
-"""`Binding`: the component that a suite tests, as a name that a plugin declares or as a bare class, and its options."""
+"""`Binding`: the component that a suite tests, given as a declared name or a class, and its options."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 
 class Binding:
-    """The component that a suite tests, and how to make it."""
+    """The component under test, and how to construct it."""
 
     kind: ClassVar[Kind]
-    settings: ClassVar[frozenset[str]] = frozenset({"component", "options", "time_limit_s", "waivers"})  # a subclass may set these; a kind may add
+    settings: ClassVar[frozenset[str]] = frozenset(
+        {"component", "options", "time_limit_s", "waivers"}
+    )  # a subclass may set these; kinds may add some
 
     component: ClassVar[str | type[Any] | None] = None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
     options: ClassVar[Mapping[str, Any]] = {}
@@ -33,7 +35,7 @@ class Binding:
 
     @cached_property
     def resolved(self) -> ResolvedComponent:
-        """Find the component by its name. Raises `PluginError`; `DovetailError` if it is a bare class, which no plugin declares."""
+        """Find the component by its name. Raises `PluginError`; `DovetailError` if it is given as a class."""
         if not isinstance(self.component, str):
             told = "set it to the name of an installed component, or to a class"
             raise DovetailError(f"{type(self).__name__}.component is {self.component!r}: {told}")
@@ -46,14 +48,14 @@ class Binding:
 
     @property
     def target(self) -> str:
-        """ "package.module:Class", by which worker processes import it."""
+        """ "package.module:Class", for worker processes to import."""
         if isinstance(self.component, type):
             return f"{self.component.__module__}:{self.component.__qualname__}"
         return self.resolved.spec.target
 
     @cached_property
     def options_model(self) -> type[BaseModel]:
-        """Return the options model. For a bare class it is what its options are annotated with."""
+        """Return the options model; for a class, the annotation of its `options`."""
         return options_of(self.component) if isinstance(self.component, type) else self.resolved.options_model()
 
     def make_options(self) -> BaseModel:
@@ -66,7 +68,7 @@ class Binding:
 
     @property
     def capabilities(self) -> Any:
-        """The capabilities that the component's class declares. A kind whose options can change them makes a component and asks it."""
+        """Capabilities of the component's class. Kinds whose options can change them construct a component instead."""
         return self.component_class.capabilities
 
     def declares(self, capability: str) -> bool:
@@ -86,7 +88,7 @@ class Binding:
 
 @cache
 def installed(path: tuple[str, ...]) -> Registry:
-    """Return the registry of what is installed on this `sys.path`; it is loaded once."""
+    """Return the registry of the plugins on this `sys.path`; loaded once."""
     from dovetail.registry.registry import Registry
 
     return Registry.discover(enforce_require=False)

@@ -1,4 +1,4 @@
-"""`Check`: one statement that every component of a kind must keep, with a stable id, under which it is reported, waived and documented.
+"""`Check`: a requirement on all components of a kind, with a stable id for reports, waivers and documentation.
 
     class SchedulerSuite(Suite):
         @check("scheduler.budget", since="0.1")
@@ -37,7 +37,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Waiver:
-    """Permission for one check to fail, for a stated reason. It is strict: a waived check that passes is a failure. Raises `ValueError`."""
+    """Permission for one check to fail, for a stated reason. Strict: a waived check that passes is a failure. Raises `ValueError`."""
 
     reason: str
     url: str  # the issue that tracks it
@@ -50,7 +50,7 @@ class Waiver:
 
 
 class CheckFailed(AssertionError):
-    """A component broke the statement of a check."""
+    """A component violates a check."""
 
 
 class Absent(Exception):
@@ -65,12 +65,12 @@ class Untried(Exception):
     """The component declares `capability`, but this machine has no device to test it on. The verdict says so."""
 
     def __init__(self, capability: str, why: str) -> None:
-        super().__init__(f"{capability} is declared, and was not tried: {why}")
+        super().__init__(f"{capability} is declared, but not tested: {why}")
         self.capability = capability
 
 
 class Declares(Protocol):
-    """The question that a check asks its suite."""
+    """What a check needs from its suite."""
 
     def declares(self, capability: str) -> bool:
         """Return True if the checks tied to `capability` apply to the suite's component."""
@@ -78,8 +78,8 @@ class Declares(Protocol):
 
 
 def check(id: str, *, since: str, capability: str | None = None) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Make a method of a suite a check. It takes `self` alone (no fixtures: a check must run without pytest too), is named `test_…`, and has a
-    docstring. Raises `TypeError` otherwise."""
+    """Turn a method of a suite into a check. It takes only `self` (no fixtures: checks must run without pytest, too), is named `test_…`, and has
+    a docstring. Raises `TypeError` otherwise."""
 
     def decorate(method: Callable[[Any], None]) -> Callable[[Any], None]:
         name = method.__name__
@@ -116,5 +116,5 @@ def require(condition: object, what: str) -> None:
 
 
 def fail(what: str, cause: BaseException | None = None) -> NoReturn:
-    """Raise `CheckFailed`. `cause`: an error of the component that kept the check from coming to its statement."""
+    """Raise `CheckFailed`. `cause`: an error of the component that prevented the check from reaching its assertion."""
     raise CheckFailed(what) from cause

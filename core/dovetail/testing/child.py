@@ -1,9 +1,9 @@
-"""The process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, with its progress written to a ledger file.
+"""Process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, with progress written to a ledger file.
 
-Lines of the ledger, JSON: {"event": "expected", "expected"} first; for each check {"event": "started", "id"} and {"event": "outcome", "id",
-"outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if there is no such component, or it has no such options,
-or {"event": "broken", "message"} if it can't be loaded. A fatal signal, by which the runner also ends a check that hangs, leaves a traceback in the
-trace file.
+The ledger has JSON lines: first {"event": "expected", "expected"}; for each check {"event": "started", "id"} and {"event": "outcome", "id",
+"outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if the component or one of its options doesn't exist, or
+{"event": "broken", "message"} if it can't be loaded. A fatal signal, which the runner also sends to a hanging check, leaves a traceback in the trace
+file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SuiteRun:
     is_class: bool
     options: Mapping[str, Any]
     waivers: Mapping[str, Mapping[str, str]]
-    settings: Mapping[str, Any]  # of the kind's suite alone
+    settings: Mapping[str, Any]  # only those of the kind's suite
     folder: str  # folder of the files below
     path: list[str]  # sys.path
     done: list[str] = field(default_factory=list)
@@ -83,14 +83,14 @@ def main(job_path: str) -> None:
     sys.path[:] = job.path
     limit_files()
     with job.trace.open("w") as trace, job.ledger.open("a", buffering=1) as file:
-        faulthandler.enable(trace)  # it needs nothing of Python, so that a loop in C is seen too
+        faulthandler.enable(trace)  # doesn't need the interpreter, so that a loop in C shows, too
         ledger = Ledger(job, file)
         if not ledger.load(job_path):
             return
         config = Path(job.folder, "pytest.ini")
         config.write_text("[pytest]\n")
         code = pytest.main([*PYTEST, str(config), str(job.module)], plugins=[ledger])
-        if code not in REGULAR:  # interrupted, perhaps by the component
+        if code not in REGULAR:  # interrupted, possibly by the component
             sys.exit(f"pytest was ended: {code!r}")
         ledger.tell("ended")
 
@@ -125,11 +125,11 @@ class Ledger:
 
     def tell(self, event: str, **values: Any) -> None:
         if os.getpid() != self.process:
-            os._exit(1)  # a component has forked this process, and the copy came back
+            os._exit(1)  # a component has forked this process, and the child returned here
         self.file.write(json.dumps({"event": event, **values}) + "\n")
 
     def load(self, job_path: str) -> bool:
-        """Load the component, so that a failure to load is reported once, and not by every check."""
+        """Load the component first, so that a failure is reported once instead of by every check."""
         try:
             suite = generated_suite(job_path)()
             misuse = _wrong_settings(suite, self.job) or (None if self.job.is_class else _misuse(suite, self.job))
@@ -160,7 +160,7 @@ class Ledger:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self) -> Generator[None, Any, Any]:
-        """Make an interrupt fail the check like any other error: only the component itself can interrupt this process."""
+        """Let an interrupt fail the check like any other error: only the component can interrupt this process."""
         try:
             return (yield)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
@@ -175,8 +175,8 @@ def _wrong_settings(suite: Any, job: SuiteRun) -> DovetailError | None:
 
 
 def _misuse(suite: Any, job: SuiteRun) -> DovetailError | None:
-    """Return the reason why the component can't be tested: it doesn't exist, or has no such options. If its options are broken, a check says so.
-    Raises `PluginError` if a plugin is to blame: one that failed may have offered it, or it was written for another version of the api."""
+    """Return the reason why the component can't be tested: it doesn't exist, or doesn't have these options. Broken options are left to a check.
+    Raises `PluginError` if a plugin is at fault: one that failed to load may provide it, or it targets another api version."""
     try:
         resolved = suite.resolved
     except PluginError as error:

@@ -1,7 +1,7 @@
-"""An executor without a model, which checks its batches: it keeps, for each slot of the paged memory, which token prefix was written there, and
-fails if a request would ever read another's.
+"""Executor without a model that validates its batches: it records, for each slot of the paged memory, which token prefix was written there, and fails
+if a request would ever read another's.
 
-The next token of a request is a function of all tokens before it, so that any mistake in the books changes the tokens, or is caught at once.
+A request's next token is a function of all tokens before it, so that any bookkeeping error changes the tokens, or is detected at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dovetail.errors import DovetailError
 
 
 class FakeExecutorOptions(BaseModel):
-    """Options of the fake: the device and model that it imitates."""
+    """Options of the fake: the simulated device and model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -44,7 +44,7 @@ def prefix_ids(tokens: tuple[int, ...] | list[int]) -> list[int]:
 
 
 def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
-    """Return the tokens that the fake generates for a prompt, whatever else runs; tests use it as the oracle."""
+    """Return the tokens that the fake generates for a prompt, independent of other requests; the oracle of tests."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, seed, vocab_size))
@@ -56,7 +56,7 @@ def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
 
 
 def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
-    """Return the first token from `token` on, and then from 0 on, that a mask [ceil(vocab_size / 32)] allows."""
+    """Return the first token allowed by a mask [ceil(vocab_size / 32)], searching from `token` and wrapping around."""
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size])
     if not len(allowed):
         raise DovetailError("fake executor: a mask allows no token")
@@ -72,8 +72,8 @@ class _Row:
 
 
 class FakeExecutor(Executor):
-    """An executor that computes at `submit` and returns results at `collect`, where it moves a virtual clock. Raises `DovetailError` on any breach of
-    the contract."""
+    """Computes at `submit` and returns results at `collect`, which advances a virtual clock. Raises `DovetailError` on any violation of the
+    contract."""
 
     capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True, samples=False)
     options: FakeExecutorOptions
@@ -84,7 +84,7 @@ class FakeExecutor(Executor):
         self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> prefix id of the token written there
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
-        self._broken: str | None = None  # the rule that was broken: its books may be half changed
+        self._broken: str | None = None  # the violated rule: its state may be inconsistent
         self._last_step = -1
         self._last_ended = 0.0
         self.batches = 0
@@ -100,7 +100,7 @@ class FakeExecutor(Executor):
         self._require(self._unsampled is None, "a late step must be sampled before the next is submitted")
         self._require(len(self._pending) < self.options.max_in_flight, "more steps in flight than max_in_flight")
         self._require(batch.step > self._last_step, "steps must be submitted in order")
-        self._require(len(set(batch.rows.tolist())) == len(batch.rows), "a row stands twice in a batch")
+        self._require(len(set(batch.rows.tolist())) == len(batch.rows), "a row occurs twice in a batch")
         self._last_step = batch.step
         self._change_rows(batch)
         for copy in batch.copies:
@@ -141,7 +141,7 @@ class FakeExecutor(Executor):
         self._require(self._unsampled is None or self._unsampled[0] != handle, "a late step must be sampled before it is collected")
         step, tokens, seconds, submitted = self._pending.pop(0)
         self._require(step == handle, "results must be collected in order")
-        started = max(submitted, self._last_ended)  # as on a device, which begins a step when the one before has ended
+        started = max(submitted, self._last_ended)  # like a device, which starts a step when the previous one has ended
         self._last_ended = started + seconds
         if isinstance(self.context.clock, VirtualClock):
             self.context.clock.wait_until(self._last_ended)
@@ -149,7 +149,7 @@ class FakeExecutor(Executor):
 
     def check(self) -> None:
         if self._broken is not None:
-            raise DovetailError(f"fake executor: {self._broken}; it can't go on after that")
+            raise DovetailError(f"fake executor: {self._broken}; it can't continue after that")
 
     def stop(self) -> None:
         self._pending.clear()

@@ -1,4 +1,4 @@
-"""The simplest KV-cache manager: a pool of blocks and a table for each request, without sharing or a prefix cache."""
+"""Minimal KV-cache manager: a block pool and a table per request, without sharing or prefix caching."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dovetail.request import Request
 
 
 class FakeKVCache(KVCacheManager):
-    """A manager whose `lookup` returns `hits[request.id]`, or 0, so that a test can pretend to have cached tokens. It declares that it reuses blocks
-    if there are `hits`."""
+    """Manager whose `lookup` returns `hits[request.id]`, or 0, so that tests can simulate cached tokens. Declares `reuse` if `hits` aren't
+    empty."""
 
     capabilities = KVCapabilities(reuse=False, fork=False, trim=False)
 
@@ -21,7 +21,7 @@ class FakeKVCache(KVCacheManager):
         super().__init__(options, context)
         self._free = list(range(context.num_blocks - 1, -1, -1))
         self._tables: dict[str, list[int]] = {}
-        self._tokens: dict[str, int] = {}  # request id -> tokens asked for
+        self._tokens: dict[str, int] = {}  # request id -> tokens requested
         self._hits = hits or {}
         if hits is not None:
             self.capabilities = KVCapabilities(reuse=True, fork=False, trim=False)
@@ -59,7 +59,7 @@ class FakeKVCache(KVCacheManager):
             raise DovetailError("blocks were lost or given out twice")
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
-        raise DovetailError("this manager can't fork, and says so")
+        raise DovetailError("this manager can't fork, as declared")
 
     def commit(self, request: Request, upto: int) -> None:
         if request.id not in self._tables:

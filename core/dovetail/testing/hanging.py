@@ -23,8 +23,8 @@ class Hung(BaseException):
 
 @contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
-    """Raise `Hung` in the body, in Python code or a wait, once it has had `seconds`, as `OwnTime` counts them. None: no limit. Nor is there one
-    outside the main thread, where no signal arrives, or on systems without such signals."""
+    """Raise `Hung` in the body, in Python code or a wait, after `seconds` as counted by `OwnTime`; None: no limit. There is no limit outside of
+    the main thread, which alone receives signals, or on systems without such signals."""
     if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return

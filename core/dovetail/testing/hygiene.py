@@ -1,4 +1,4 @@
-"""Checks for components of all kinds: they must be declared, made and sent to worker processes correctly."""
+"""Checks for components of all kinds: they must be declared, constructed and sent to worker processes correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.testing.processes import run_python
 
 UNKNOWN_KEY = "no_component_has_this_option"
 
-# Loads a plugin's entry point and its hook where torch can't be imported; fails if anybody tries. argv: distribution, entry point.
+# Loads a plugin's entry point and calls its hook; fails if torch is imported. argv: distribution, entry point.
 _DECLARE = """
 import importlib.abc, importlib.metadata, sys
 tried = []
@@ -33,7 +33,7 @@ list(next(iter(points)).load().dovetail_components())
 sys.exit("it imported " + ", ".join(tried) if tried else 0)
 """
 
-# What a spawned worker begins with: imports the class, and has its options from a pickle.
+# Start of a spawned worker: imports the class, and unpickles its options.
 _SPAWN = """
 import importlib, pickle, sys
 module, path, options = pickle.load(sys.stdin.buffer)
@@ -45,19 +45,19 @@ pickle.loads(options)
 
 
 class Hygiene(Binding):
-    """Checks that any component can be found, configured and started in another process."""
+    """Checks that a component can be found, configured and started in another process."""
 
     @check("hygiene.declaration", since="0.1", capability="declared")
     def test_declaration(self) -> None:
-        """Declaring components raised, or imported torch or transformers. The entry point's module holds strings and small values alone: move
-        what imports torch to the modules that `target` and `options` name."""
+        """Declaring components raised, or imported torch or transformers. The entry point's module should hold only strings and small values: move
+        imports of torch to the modules that `target` and `options` name."""
         origin = self.resolved.origin
         run_python(_DECLARE, b"", f"declaring what plugin {origin.id} offers failed", origin.distribution, origin.entry_point)
 
     @check("hygiene.capabilities", since="0.1")
     def test_capabilities(self) -> None:
-        """The component doesn't say what it can do in its kind's own terms. Give the class `capabilities` (a scheduler: `claims`), made of the
-        dataclass in `dovetail.api` for its kind."""
+        """The component doesn't declare its capabilities in its kind's terms. Give the class `capabilities` (a scheduler: `claims`), an instance
+        of the dataclass in `dovetail.api` for its kind."""
         base = getattr(api, BASE_CLASSES[self.kind])
         name = "claims" if self.kind == "scheduler" else "capabilities"
         wanted = type(getattr(base, name))
@@ -68,7 +68,7 @@ class Hygiene(Binding):
 
     @check("hygiene.options", since="0.1")
     def test_options(self) -> None:
-        """The options took a key that they don't know, so a misspelt one would pass unseen. Give the model
+        """The options accept an unknown key, so a misspelled one would be ignored. Give the model
         `model_config = ConfigDict(extra="forbid")`."""
         self.make_options()
         try:
@@ -81,7 +81,7 @@ class Hygiene(Binding):
 
     @check("hygiene.options_pickle", since="0.1")
     def test_options_pickle(self) -> None:
-        """The options changed, or failed, on the way through pickle, by which worker processes get them. Use plain values and importable types."""
+        """The options changed or failed when pickled, as for worker processes. Use plain values and importable types."""
         options = self.make_options()
         try:
             again = pickle.loads(pickle.dumps(options))
@@ -91,8 +91,8 @@ class Hygiene(Binding):
 
     @check("hygiene.spawn", since="0.1")
     def test_spawn(self) -> None:
-        """A new process couldn't import the class or read its options. Define both at the top level of a module that can be imported anywhere,
-        without asking for what only this process has."""
+        """A new process can't import the class or unpickle its options. Define both at the top level of a module that can be imported anywhere,
+        without depending on the state of this process."""
         require("<" not in self.target, f"{self.target} is defined inside a function: no other process can import it")
         run_python(_SPAWN, self.spawn_payload(), f"a new process can't import {self.target}")
 
@@ -103,8 +103,8 @@ class Hygiene(Binding):
 
     @check("hygiene.signatures", since="0.1")
     def test_signatures(self) -> None:
-        """A method can't be called as its kind's api calls it. Keep the names and the order of the parameters in `dovetail.api`; more of them
-        need defaults."""
+        """A method can't be called as its kind's api calls it. Keep the names and the order of parameters in `dovetail.api`; additional ones need
+        defaults."""
         base = getattr(api, BASE_CLASSES[self.kind])
         for name, method in inspect.getmembers(base, inspect.isfunction):
             if name.startswith("_") and name != "__init__":
@@ -116,8 +116,8 @@ class Hygiene(Binding):
 
     @check("hygiene.callbacks", since="0.1")
     def test_callbacks(self) -> None:
-        """A method is named like a callback, `on_…`, but the kind has none of that name, so nobody will ever call it. Mend the spelling; a helper
-        of your own begins with `_`."""
+        """A method is named like a callback, `on_…`, but the kind has no such callback, so it will never be called. Fix the spelling; begin the names
+        of helpers with `_`."""
         base = getattr(api, BASE_CLASSES[self.kind])
         for name in dir(self.component_class):
             if name.startswith("on_") and not hasattr(base, name):

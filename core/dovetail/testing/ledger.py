@@ -1,8 +1,8 @@
-"""The comparison of a suite's expected checks with the observed outcomes, so that a missing check never passes unnoticed.
+"""Comparison of a suite's expected checks with the observed outcomes, so that a missing check is never overlooked.
 
-`Expected` is read from the suite's class alone, before anything of the component runs; an `Outcome` comes from each check that did run; `judge`
-lays one beside the other. A check that was overridden, deleted, marked, skipped, deselected or never collected has no outcome that counts, so the
-verdict is NOT CONFORMANT and names it.
+`Expected` is read from the suite's class before anything of the component runs; an `Outcome` comes from each check that ran; `judge` compares them. A
+check that was overridden, deleted, marked, skipped, deselected or never collected has no valid outcome, so the verdict is NOT CONFORMANT and names
+it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Status = Literal["passed", "failed", "absent", "untried", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one check. `absent`: it doesn't apply, as `capability` isn't declared. `untried`: this machine can't test the capability.
-    `skipped`: it was kept from counting. `fault`: why it failed, like an error of the component with file and line, in words that are the same
-    wherever that is the reason. `judged`: False if for that reason it didn't come to its statement."""
+    """Outcome of one check. `absent`: it doesn't apply, as `capability` isn't declared. `untried`: this machine can't test the capability.
+    `skipped`: it was prevented from counting. `fault`: cause of the failure, such as a component's error with file and line, in identical words for
+    identical causes. `judged`: False if it didn't reach its assertion for that reason."""
 
     status: Status
     message: str = ""
@@ -51,8 +51,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The checks that should run, according to the suite's class. `tampering`: forbidden changes in words, by the check's id or, if they affect all
-    checks, by the attribute's name."""
+    """Checks that should run, according to the suite's class. `tampering`: descriptions of forbidden changes, by check id or, if they affect all
+    checks, by attribute name."""
 
     kind: Kind
     component: str
@@ -70,7 +70,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A reason why a component doesn't conform. `id`: the check, or the attribute that was tampered with. `also`: further checks that failed for
+    """Reason why a component doesn't conform. `id`: the check, or the attribute that was tampered with. `also`: further checks that failed for
     the same reason."""
 
     id: str
@@ -82,7 +82,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A suite's judgement on a component."""
+    """Result of a suite for a component."""
 
     kind: Kind
     component: str
@@ -101,7 +101,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The verdict in one line: "CONFORMANT scheduler api=0.4, 41/41, 3 capabilities absent, 0 waived"."""
+        """Verdict in one line: "CONFORMANT scheduler api=0.4, 41/41, 3 capabilities absent, 0 waived"."""
         word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
         counts = f"{self.passed}/{self.expected}, {len(self.absent)} capabilities absent, {len(self.waived)} waived"
         if self.untried:
@@ -110,7 +110,7 @@ class Verdict:
         return f"{word} {self.kind} api={self.api}, {counts}" + (f": {broken}" if broken else "")
 
     def report(self) -> Iterator[str]:
-        """Yield the report's lines, for people; the verdict is the last."""
+        """Yield the lines of the report; the last is the verdict."""
         for (message, help, output), same in groupby(self.findings, key=lambda finding: (finding.message, finding.help, finding.output)):
             findings = list(same)
             yield f"{', '.join(finding.id for finding in findings)}: {self.component}: {message}"
@@ -128,7 +128,7 @@ class Verdict:
 
 
 def expected_of(suite: type[Suite]) -> Expected:
-    """Return the checks that running the class should bring, and all forbidden changes in it."""
+    """Return the checks that the class should run, and all forbidden changes in it."""
     official = next(cls for cls in suite.__mro__ if _is_ours(cls))
     checks = checks_of(official)
     component = suite.component if isinstance(suite.component, str) else getattr(suite.component, "__qualname__", repr(suite.component))

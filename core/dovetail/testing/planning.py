@@ -31,10 +31,10 @@ EARLIER = -2  # index of the steps in which running requests made their progress
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions of a policy in one step, by request id, each kind in the order in which they were made."""
+    """Decisions of a policy in one step, by request id, in the order in which they were made."""
 
     granted: Mapping[str, int]  # -> tokens
-    refused: Mapping[str, Refusal]  # requests asked for and not granted -> the last reason
+    refused: Mapping[str, Refusal]  # requests that weren't granted -> the last reason
     preempted: tuple[str, ...]
     rejected: Mapping[str, str]  # -> reason
     wake_at: float | None
@@ -60,9 +60,10 @@ def make_request(
     tbt_s: float | None = None,
     prompt: Sequence[int] | None = None,
 ) -> Request:
-    """Make a request for one `plan`. `generated`: number of its output tokens. `computed`: number of computed tokens, if it is to be among `running`;
-    by default all but the last generated one, so that it decodes. With fewer than `prompt_tokens` it is within its prefill. `prompt`: the
-    token ids, in place of made-up ones."""
+    """Create a request for one `plan`. `generated`: number of its output tokens. `computed`: number of computed tokens, if it is passed in `running`;
+    by
+    default all but the last generated one, so that it decodes. Fewer than `prompt_tokens` means that it is within its prefill. `prompt`: token ids
+    instead of synthetic ones."""
     request = _Planned(
         id,
         prompt if prompt is not None else [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],
@@ -83,7 +84,7 @@ def make_request(
 
 
 class _Planned(LiveRequest):
-    """A request of `make_request`, with the progress that it should have made before the planned step."""
+    """A request of `make_request`, with its progress before the planned step."""
 
     __slots__ = ("to_compute",)
     to_compute: int | None  # number of its tokens; None: all but the last generated one
@@ -103,12 +104,12 @@ def plan(
     cached: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Let `policy` plan one step. The requests arrive (the running ones first), the running ones take their blocks, and `free_blocks` remain.
-    Afterwards the policy is told of the requests that it preempted and rejected, as by the engine.
+    """Let `policy` plan one step. The requests arrive (running ones first), the running ones take their blocks, and `free_blocks` remain.
+    Afterwards the policy is notified of preempted and rejected requests, as by the engine.
 
-    `policy`: a class, made with `options`, or one made before, to plan further with what it keeps. `cached`: tokens found in the prefix cache,
-    whole blocks, by request id; None: there is no prefix cache. Raises what the policy raises, `PolicyError` on misuse, and `DovetailError` if the
-    requests make no sense.
+    `policy`: a class, constructed with `options`, or an instance from an earlier plan, which keeps its state. `cached`: tokens found in the prefix
+    cache, whole blocks, by request id; None: there is no prefix cache. Raises the policy's errors, `PolicyError` on misuse, and `DovetailError` for
+    inconsistent requests.
     """
     going, coming = _planned(running), _planned(waiting)
     _check_requests([*going, *coming], dict(cached or {}), block_size)
@@ -157,7 +158,7 @@ def _check_requests(requests: Sequence[_Planned], cached: Mapping[str, int], blo
         raise DovetailError("the ids of the requests must differ")
     for request in requests:
         if request.status is not Status.NEW:
-            raise DovetailError(f"request {request.id!r} was planned before: make a new one, since planning has changed it")
+            raise DovetailError(f"request {request.id!r} was planned before: create a new one, since planning modifies it")
         if request.generated >= request.max_tokens:
             raise DovetailError(f"request {request.id!r} has generated all of its max_tokens={request.max_tokens}, so it would have finished")
         tokens = cached.get(request.id, 0)
@@ -170,12 +171,12 @@ def _computed_of(request: _Planned) -> int:
 
 
 def _start(books: Books, request: _Planned) -> None:
-    """Let a request run before the step in question: it is granted the tokens that it should have computed, and receives the sampled token."""
+    """Run a request before the planned step: grant the tokens that it should have computed, and append the sampled token."""
     computed = _computed_of(request)
     if computed < 1 or computed >= request.num_tokens + (not request.generated):
         raise DovetailError(f"running request {request.id!r} has computed {computed} of {request.num_tokens} tokens: give it `generated` tokens")
     if request.generated and computed == request.num_tokens - 1:
-        request.output_token_ids.pop()  # it will sample this one
+        request.output_token_ids.pop()  # sampled again by the grant
     books.arrive(request)
     before = PlannedStep(books, EARLIER, request.arrival_time, computed, 1)
     if not before.grant(request, computed - before.cost(request).cached):

@@ -1,7 +1,7 @@
 """pytest plugin (entry point `dovetail`): compares the expected checks of each suite with those that ran, and prints the verdicts.
 
-It is loaded in every pytest run of an environment with Dovetail, so it imports nothing else of Dovetail before it meets a suite. Under
-pytest-xdist workers send their expectations and outcomes to the controller, which judges.
+It is loaded in every pytest run of an environment with Dovetail, so it imports nothing else of Dovetail until it finds a suite. Under pytest-xdist,
+workers send their expectations and outcomes to the controller, which computes the verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dovetail.testing.ledger import Expected, Outcome, Verdict
 
 _EXPECTED = "dovetail_expected"  # key in a pytest-xdist worker's output
-NUMBER = re.compile(r"\d[\d.]*")  # a time or an address, which makes one fault look like several
+NUMBER = re.compile(r"\d[\d.]*")  # times and addresses, which make one fault look like several
 _OUTPUT_LIMIT = 4_000  # characters kept of a component's output
 
 
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SuiteWatch:
-    """All suites of a session, by the node id of their class, with the expected checks and observed outcomes."""
+    """All suites of a session by the node id of their class, with expected checks and observed outcomes."""
 
     name = "dovetail-suites"
 
@@ -47,7 +47,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-        """Note that a class which is a suite of some component is expected to run, whatever pytest does with it."""
+        """Expect a suite's class to run, whatever pytest does with it."""
         if isinstance(obj, type) and getattr(obj, "__dovetail_suite__", False) and getattr(obj, "component", None) is not None:
             from dovetail.testing.ledger import expected_of
 
@@ -58,7 +58,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: Any) -> Generator[None, Any, Any]:
-        """Fail a check that hangs, so that the others run."""
+        """Fail a check that hangs, so that the others can run."""
         if getattr(pyfuncitem.function, "check", None) is None:
             return (yield)
         from dovetail.testing import frames
@@ -74,7 +74,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
-        """Put the check and its outcome into the report; show absent ones as skipped and waived ones as expected failures."""
+        """Add the check and its outcome to the report; show absent ones as skipped and waived ones as expected failures."""
         report = yield
         check, node = getattr(getattr(item, "function", None), "check", None), getattr(item.parent, "nodeid", "")
         uneventful = call.when != "call" and report.passed
@@ -89,7 +89,7 @@ class SuiteWatch:
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note the outcome in each report, also in those of pytest-xdist's workers."""
+        """Record the outcome of each report, including those of pytest-xdist's workers."""
         told = getattr(report, "dovetail", None)
         if told is not None:
             self.observe(told["node"], told["id"], told["outcome"])
@@ -113,7 +113,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Take the results of a pytest-xdist worker that has ended."""
+        """Collect the results of a pytest-xdist worker that has ended."""
         told = getattr(node, "workeroutput", {}).get(_EXPECTED)
         if told:
             from dovetail.testing.ledger import Expected
@@ -148,8 +148,10 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
 
 
 def _failed(error: BaseException, package: str, output: str, notes: tuple[str, ...]) -> Outcome:
-    """Return the outcome of a check that an error ended: the check's own, perhaps because of what the component raised, or any other, which kept it
-    from judging. The message has the component's file and line if it raised, and the example that showed it. `package`: the component's top level."""
+    """Return the outcome of a check that ended with an error: its own assertion, possibly caused by an error of the component, or any other error
+    that
+    prevented its assertion. The message has the component's file and line if it raised, and the failing example. `package`: the component's top
+    level."""
     from dovetail.errors import describe, raised_at
     from dovetail.testing import frames
     from dovetail.testing.checks import CheckFailed

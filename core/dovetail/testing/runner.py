@@ -1,5 +1,6 @@
-"""`run`: run a suite over a component in its own process (`dovetail.testing.child`). If that hangs, exits or crashes, the current check has failed,
-and the remaining ones run in a new process."""
+"""`run`: runs a suite over a component in a separate process (`dovetail.testing.child`). If that hangs, exits or crashes, the current check fails,
+and
+the remaining ones run in a new process."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from dovetail.testing.child import COMMAND, SuiteRun
 from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
 from dovetail.where import did_you_mean
 
-MAX_DEATHS = 3  # ends of the process; after them the remaining checks are given up
-GRACE_S = 10.0  # a process has this long to write where it hangs
+MAX_DEATHS = 3  # deaths of the process, after which the remaining checks are abandoned
+GRACE_S = 10.0  # time for a process to write where it hangs
 POLL_S = 0.02
-LOADING = "loading"  # in place of a check's id
-OUTPUT_LINES = 5  # last lines of its output that are shown
+LOADING = "loading"  # instead of a check's id
+OUTPUT_LINES = 5  # number of last output lines to show
 
 
 def run(
@@ -42,13 +43,12 @@ def run(
     time_limit_s: float = TIME_LIMIT_S,
     settings: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """Run all checks of a kind over one component and return the verdict. The component runs in another process, and its output isn't shown.
+    """Run all checks of a kind over one component and return the verdict. The component runs in another process, and its output is hidden.
 
     `component`: its name, or a class at the top level of a module. `time_limit_s`: timeout of each check and of loading, without the time that the
-    process waits for a CPU. `settings`: further settings of the kind's suite, like `variants` for a model. `options` and
-    `settings` must be JSON.
-    Raises `PluginError` if no component has that name, and `ConfigError` if it doesn't take the options, the suite doesn't take the settings, or they
-    aren't JSON; the verdict reports anything else.
+    process waits for a CPU. `settings`: further settings of the kind's suite, such as `variants` for a model. `options` and `settings` must be JSON.
+    Raises `PluginError` if there is no such component, and `ConfigError` if the options or settings are unknown or not JSON; the verdict reports any
+    other error.
     """
     if kind not in KINDS:
         raise PluginError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
@@ -78,8 +78,8 @@ class _Run:
         self.job, self.time_limit_s = job, time_limit_s
         self.expected: Expected | None = None
         self.outcomes: dict[str, Outcome] = {}
-        self.doing = LOADING  # or the id of the check that is running, or ran last
-        self.broken = ""  # why it can't be loaded
+        self.doing = LOADING  # or the id of the current or last check
+        self.broken = ""  # reason if it can't be loaded
         self.ended = False
 
     def verdict(self) -> Verdict:
@@ -102,7 +102,7 @@ class _Run:
         return Verdict(self.job.kind, self.job.component, API_VERSIONS[self.job.kind], 0, 0, (), (), (Finding(LOADING, why),), ())
 
     def _process(self) -> str:
-        """Run the checks that aren't done, in a new process. Returns how it ended, for an error message."""
+        """Run the remaining checks in a new process. Returns how it ended, for an error message."""
         job = replace(self.job, done=[*self.outcomes])
         path = job.write()
         output, environ = Path(job.folder, "output.txt"), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
@@ -130,7 +130,7 @@ class _Run:
         return "\n  ".join([f"it ended the process, {ending(process.returncode)}{calls}", *last_words(output)[-OUTPUT_LINES:]])
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
-        """Read the ledger until the process has ended. Returns True if a check, or loading, has taken too long: then the process is ended."""
+        """Read the ledger until the process has ended. Returns True if a check, or loading, timed out and the process was killed."""
         own, asked, unread = OwnTime(process.pid), time.monotonic(), ""
         while True:
             over = process.poll() is not None

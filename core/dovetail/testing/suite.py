@@ -1,4 +1,4 @@
-"""`Suite`: the base of the suites of all kinds. A plugin's author subclasses the suite of their kind:
+"""`Suite`: base of the suites of all kinds. Plugin authors subclass the suite of their kind:
 
     class TestMine(SchedulerSuite):
         component = "mine"
@@ -15,6 +15,6 @@ from dovetail.testing.hygiene import Hygiene
 
 
 class Suite(Hygiene):
-    """Checks that components of one kind must pass. pytest makes an instance for each check."""
+    """Checks that components of one kind must pass. pytest creates an instance for each check."""
 
     __dovetail_suite__: ClassVar[bool] = True  # the pytest plugin recognises suites by it, without importing this module

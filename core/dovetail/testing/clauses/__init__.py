@@ -1,4 +1,4 @@
-"""The clauses of the contracts, and the check that holds each: a module for each kind lists them, sentence by sentence of `dovetail.api.<kind>`.
+"""Clauses of the contracts and the checks that verify them: a module per kind, sentence by sentence of `dovetail.api.<kind>`.
 
     CLAUSES = {
         "AttentionLayer.write": held("values", "write_first"),         # every sentence of this docstring
@@ -8,9 +8,9 @@
         },
     }
 
-A place is a class, a method or a field (for its comment); "module" is the file's own docstring. A class's mark is that of its fields too, unless they
-have one. `"*"` stands for all else: of a place, or of the file. The page docs/plugins/clauses.md is made of this by `tools/clauses.py`, and a test
-wants every sentence marked."""
+A place is a class, a method or a field (for its comment); "module" is the file's own docstring. A class's mark also applies to its fields, unless
+they have one. `"*"` is the default of a place or file. `tools/clauses.py` generates the page docs/plugins/clauses.md from this, and a test requires
+that every sentence is marked."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Subject = Kind | Literal["component"]  # a file of `dovetail.api`; the last is f
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The fate of a sentence. `checks`: names of checks of the kind (or "hygiene.…") that hold it. `why`: the reason why it, or a part of it,
-    isn't checked. Neither: it asks nothing of the component, but tells what the core does or what a word means."""
+    """How a sentence is verified. `checks`: names of checks of the kind (or "hygiene.…"). `why`: the reason why it, or a part of it, isn't checked.
+    Neither: it requires nothing of the component, but describes the core or defines a term."""
 
     checks: tuple[str, ...] = ()
     why: str = ""
@@ -42,12 +42,12 @@ TOLD = Mark()
 
 
 def held(*checks: str, but: str = "") -> Mark:
-    """Mark a clause that these checks hold. `but`: what of it they don't see."""
+    """Mark a clause that these checks verify. `but`: the part that they don't cover."""
     return Mark(checks, but)
 
 
 def unchecked(why: str) -> Mark:
-    """Mark a clause that no check holds."""
+    """Mark a clause that no check verifies."""
     return Mark(why=why)
 
 
@@ -62,8 +62,8 @@ class Clause:
 
 
 def clauses_of(kind: Subject) -> list[Clause]:
-    """Return every sentence of a contract with its mark, in the order of the source. Raises `ValueError` for a sentence without one, and for
-    marks that fit none."""
+    """Return every sentence of a contract with its mark, in source order. Raises `ValueError` for a sentence without a mark, and for unused
+    marks."""
     module = import_module(f"dovetail.api.{kind}")
     marks: Marks = import_module(f"{__name__}.{kind}").CLAUSES
     unused = {(place, words) for place, mark in marks.items() for words in (("*",) if isinstance(mark, Mark) else mark)}
@@ -105,7 +105,7 @@ def sentences(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _comment(lines: list[str], field: ast.AnnAssign) -> str:
-    """Return the comment beside a field, or on lines of their own right above it."""
+    """Return the comment beside a field, or on the lines right above it."""
     above: list[str] = []
     for line in reversed(lines[: field.lineno - 1]):
         if not line.strip().startswith("# "):
@@ -117,5 +117,5 @@ def _comment(lines: list[str], field: ast.AnnAssign) -> str:
 
 def _split(place: str, text: str | None) -> Iterator[tuple[str, str]]:
     for paragraph in (text or "").split("\n\n"):
-        if not paragraph.startswith("    "):  # a drawing is no sentence
+        if not paragraph.startswith("    "):  # skip drawings
             yield from ((place, sentence) for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\"])", " ".join(paragraph.split())) if sentence)

@@ -7,8 +7,8 @@ from dovetail.testing.clauses import TOLD, Marks, held
 CLAUSES: Marks = {
     "module": {"ragged batch": held("values"), "then divides K and V": held("cache_dtypes", "cache_saturates"), "*": TOLD},
     "AttentionCapabilities": {
-        "`cuda_graph`: ": held("graph", but="without a GPU it isn't tried"),
-        '"decode": ': held("graph", but="without a GPU it isn't tried"),
+        "`cuda_graph`: ": held("graph", but="not tested without a GPU"),
+        '"decode": ': held("graph", but="not tested without a GPU"),
         '"mixed": ': held("graph", "mixed_graph", but="without a GPU no graph is captured"),
         "separate graphs": TOLD,
         "Features that": held("hygiene.capabilities", "dtypes", "head_sizes", "block_sizes"),
@@ -29,7 +29,7 @@ CLAUSES: Marks = {
     "AttentionContext": held("dtypes", "block_sizes"),
     "AttentionContext.cache_dtype": held("cache_dtypes", "cache_places"),
     "KVScales": {
-        "divided by before": held("cache_dtypes", "cache_saturates", but="scales below 1e-20 aren't tried"),
+        "divided by before": held("cache_dtypes", "cache_saturates", but="scales below 1e-20 aren't tested"),
         "whenever they run": held("cache_dtypes", but="scales that change between two replays of a captured graph aren't tried"),
         "change only while": TOLD,
     },
@@ -38,13 +38,13 @@ CLAUSES: Marks = {
         "must not change any block": held("padding"),
         "slot of a padding token": held("padding"),
         "past a row's blocks": held("block_table", "values"),
-        "block id * block_size": held("block_table", "large_pool", but="pools so large that a tensor has 2^31 numbers aren't tried"),
+        "block id * block_size": held("block_table", "large_pool", but="pools with tensors of 2^31 elements aren't tested"),
         "that all rows share": held("shared_prefix"),
         "only with cuda_graph": held("mixed_graph"),
         "*": TOLD,
     },
     "FusedCache": {
-        "Token i's K": held("fused_write", but="that nothing is written at slot -1 is the kernel's doing"),
+        "Token i's K": held("fused_write", but="not writing at slot -1 is up to the kernel"),
         "keep their addresses": held("fused_write", "graph"),
         "With `scales`": held("cache_places"),
         "*": held("fused_write"),
@@ -62,7 +62,7 @@ CLAUSES: Marks = {
     "AttentionLayer.attend": {
         "causal attention": held("values", "causal", "write_first", "huge_scores", "dtypes", "again"),
         "values of padding tokens": held("values"),
-        "until the next `attend`": held("layers", but="a result is looked at after one `write`, `copy_blocks` and `plan`"),
+        "until the next `attend`": held("layers", but="a result is inspected after one `write`, `copy_blocks` and `plan`"),
     },
     "AttentionBackend": TOLD,
     "AttentionBackend.reasons_against": held("refusals", "head_sizes", "block_sizes"),
@@ -72,7 +72,7 @@ CLAUSES: Marks = {
     "AttentionBackend.prepare": held("limits"),
     "AttentionBackend.plan": {
         "Fill the buffers": held("replan", "again"),
-        "On a GPU": held("graph", but="an allocation or a wait that changes no value isn't seen, and without a GPU nothing of it"),
+        "On a GPU": held("graph", but="an allocation or a wait that changes no value isn't detected; not tested without a GPU"),
     },
     "AttentionBackend.copy_blocks": held("copies", "cache_places"),
 }

@@ -1,6 +1,6 @@
 """The checks that hold the clauses of `dovetail.api.component`, for components of all kinds.
 
-The registry refuses what is malformed in a declaration.
+The registry rejects malformed declarations.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ CLAUSES: Marks = {
     "ObserverContext": TOLD,
     "ObserverCapabilities": held("hygiene.capabilities", "raises_nothing"),
     "Observer": {
-        "should return quickly": unchecked("no suite judges times; the observer's own time a step is told in the verdict's notes"),
+        "should return quickly": unchecked("suites don't judge times; the verdict's notes state the observer's time per step"),
         "An observer may keep": held("forgets"),
         "*": held("hygiene.callbacks", "hygiene.signatures", "empty_run"),
     },
-    "Observer.on_started": held("raises_nothing", "failed_run", "leaves_nothing", but="that it raises for options which it can't follow isn't tried"),
+    "Observer.on_started": held("raises_nothing", "failed_run", "leaves_nothing", but="raising for options that it can't satisfy isn't tested"),
 }

@@ -1,6 +1,6 @@
 """The checks that hold the clauses of `dovetail.api.scheduler`.
 
-The step itself refuses what a policy may not do; `scheduler.sound` sees that it needn't.
+The step itself raises on misuse; `scheduler.sound` checks that a policy never causes this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CLAUSES: Marks = {
     "SchedulerContext": {"token budget": held("budget", "seats"), "*": TOLD},
     "Scheduler": {
         "may keep requests": held("forgets"),
-        "may not read another": held("replay", "read_only", but="a policy that blocks is seen only when it hangs"),
+        "may not read another": held("replay", "read_only", but="a policy that blocks is detected only if it hangs"),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,
     },

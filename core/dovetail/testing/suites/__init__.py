@@ -23,6 +23,6 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
 
 
 def suite_for(kind: Kind) -> type[Suite]:
-    """Return the suite of a kind; it is imported only now, since some need torch."""
+    """Return the suite of a kind. Imported on demand, since some need torch."""
     suite: type[Suite] = getattr(import_module(f"{__name__}.{kind}"), SUITES[kind])
     return suite
