@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from dovetail.api.component import ComponentSpec, hookimpl
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Result
 from dovetail.api.kv_cache import KVGroup, KVLayout
+from dovetail.api.sampler import RowSampling, SampledTokens, Sampler
 from dovetail.errors import DovetailError
+
+if TYPE_CHECKING:
+    import torch
 
 LETTERS = 94  # token ids 1 to 94 are the characters from "!" on
 FIRST_LETTER = ord("!")
@@ -101,6 +107,17 @@ class ToyExecutor(Executor):
         self._pending.clear()
 
 
+class ToySampler(Sampler):
+    """Samples nothing, as the executor knows its tokens: with it, an engine's process does without torch."""
+
+    def prepare(self, max_rows: int) -> None: ...
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None: ...
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        raise NotImplementedError
+
+
 @hookimpl
 def dovetail_components() -> list[ComponentSpec]:
     return [
@@ -111,7 +128,8 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.3",
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
-        )
+        ),
+        ComponentSpec(kind="sampler", name="toy", target="bench.toy:ToySampler", api="0.1", summary="Samples nothing, and needs no torch"),
     ]
 
 

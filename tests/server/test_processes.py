@@ -30,6 +30,7 @@ PATIENCE_S = 60.0
 TOLD_S = 5.0 if FULL else PATIENCE_S  # until clients know that the engine is dead, on a machine that does nothing else
 FREED_S = 1.0 if FULL else PATIENCE_S  # until a dead front end's requests have left the engine
 ENDLESS = {"prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
+TOY = {"step_s": 0.05}  # for longer than any test: 8000 tokens
 
 
 def until(what: Callable[[], Any], why: str, seconds: float = PATIENCE_S) -> Any:
@@ -46,14 +47,15 @@ class Server:
     """`dovetail serve`, run as a user does."""
 
     def __init__(self, directory: Path, *options: str, toy: dict[str, Any] | None = None, listens: bool = True) -> None:
-        """`toy`: options of the executor of that name, for an engine with tokens known beforehand. `listens`: wait until it does, or has ended."""
+        """`toy`: options of the executor of that name, with which the engine's process starts in a fifth of the time, as it imports no torch.
+        `listens`: wait until it does, or has ended."""
         self.directory = directory
         environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
         source = "demo"
         if toy is not None:
             environment |= {"PYTHONPATH": _toy(directory)}
             source = str(directory / "engine.yaml")
-            Path(source).write_text(yaml.safe_dump({"model": "demo", "executor": {"name": "toy", "max_model_len": 8192, **toy}}))
+            Path(source).write_text(yaml.safe_dump({"model": "demo", "sampler": "toy", "executor": {"name": "toy", "max_model_len": 8192, **toy}}))
         self.errors = (directory / "stderr").open("ab")
         command = [sys.executable, "-m", "dovetail", "serve", source, "--port", "0", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, env=environment)
@@ -163,6 +165,34 @@ def start(directory: Path) -> Iterator[Callable[..., Server]]:
         server.errors.close()
 
 
+@pytest.fixture(scope="module")
+def started_once() -> Iterator[Callable[[], Server]]:
+    """Return the server of the fixture `server`, started if it isn't running."""
+    with tempfile.TemporaryDirectory(prefix="dt-") as name:
+        servers: list[Server] = []
+
+        def start() -> Server:
+            if not servers or servers[-1].process.poll() is not None:
+                (directory := Path(name) / str(len(servers))).mkdir()
+                servers.append(Server(directory, "--front-ends", "2", toy=TOY))
+            return servers[-1]
+
+        yield start
+        for server in servers:
+            if server.process.poll() is None:
+                server.process.kill()
+            server.process.wait()
+            server.errors.close()
+
+
+@pytest.fixture
+def server(started_once: Callable[[], Server]) -> Server:
+    """A server with two front ends, for tests after which it serves as before. Two of them end a front end: after a third it would give up."""
+    one = started_once()
+    until(lambda: len(one.children("front_end")) == 2 and one.get("/health")[0] == 200, "it serves")
+    return one
+
+
 def begin(server: Server, count: int, **fields: Any) -> list[Stream]:
     streams = [server.complete(**{**ENDLESS, **fields}) for _ in range(count)]
     for stream in streams:
@@ -209,7 +239,7 @@ def test_a_step_that_hangs_ends_the_server_and_everybody_is_told(start: Callable
     ],
 )
 def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..., Server], options: tuple[str, ...], said: str) -> None:
-    server = start(*options, toy={"step_s": 0.05})
+    server = start(*options, toy=TOY)
     pids = server.children()
     [stream] = begin(server, 1, max_tokens=8000)
     os.kill(server.children("engine_process")[0], signal.SIGSTOP)
@@ -220,8 +250,7 @@ def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..
     until(lambda: not server.left(pids), "nothing is left")
 
 
-def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_with_it(start: Callable[..., Server]) -> None:
-    server = start("--front-ends", "2")
+def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_with_it(server: Server) -> None:
     stopped = server.children("front_end")[0]
     os.kill(stopped, signal.SIGSTOP)
     waiting = [server.complete(prompt="ROMEO:", max_tokens=3) for _ in range(12)]
@@ -252,12 +281,11 @@ def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Ser
     assert until(lambda: _status(server), "it serves") == 200
 
 
-def test_while_the_supervisor_hangs_the_server_is_not_healthy(start: Callable[..., Server]) -> None:
-    server = start()
+def test_while_the_supervisor_hangs_the_server_is_not_healthy(server: Server) -> None:
     server.process.send_signal(signal.SIGSTOP)
     status, told = until(lambda: (answer := server.get("/health"))[0] != 200 and answer, "it isn't healthy")
     assert (status, told["error"]["code"]) == (503, "supervisor_hangs")
-    assert server.get("/ready")[0] == 503
+    until(lambda: server.get("/ready")[0] == 503, "it isn't ready")  # the other front end may answer
     server.process.send_signal(signal.SIGCONT)
     until(lambda: server.get("/health")[0] == 200, "it is healthy again")
 
@@ -299,8 +327,7 @@ class Scraper:
         return int(float(value))
 
 
-def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(start: Callable[..., Server]) -> None:
-    server = start("--front-ends", "2", toy={"step_s": 0.05})
+def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(server: Server) -> None:
     streams = begin(server, 12, max_tokens=8000)
     scrapers: dict[str, Scraper] = {}
     while len(scrapers) < 2:  # new connections may wait in a dead front end's queue until there is another
@@ -322,22 +349,23 @@ def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(start: 
 
 
 def test_a_signal_while_it_starts_ends_it(start: Callable[..., Server]) -> None:
-    server = start(listens=False)
+    server = start(listens=False)  # it imports torch for seconds
     pids = until(lambda: server.children("engine_process"), "the engine's process has started")
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 128 + signal.SIGTERM
     until(lambda: not server.left([*pids, *server.children()]), "nothing is left")
 
 
-def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(start: Callable[..., Server]) -> None:
-    server = start()
-    [front_end] = server.children("front_end")
+def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(
+    server: Server, start: Callable[..., Server]
+) -> None:
+    front_end = server.children("front_end")[0]
     children = Path(f"/proc/{front_end}/task").glob("*/children")
     started = [word for entry in children for word in entry.read_text().split()]
     assert any("chat_worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started)
     other = start("--port", str(server.port))
     assert other.end() == 2
-    assert f"127.0.0.1:{server.port}: Address already in use" in server.told()
+    assert f"127.0.0.1:{server.port}: Address already in use" in other.told()
     assert server.get("/health")[0] == 200
 
 
@@ -362,28 +390,9 @@ def _status(server: Server) -> int | None:
         return None
 
 
-def test_when_a_front_end_is_killed_its_requests_are_freed_and_it_is_started_again(start: Callable[..., Server]) -> None:
-    server = start()
-    streams = begin(server, 4)
-    [front_end] = server.children("front_end")
-    [engine] = server.children("engine_process")
-    os.kill(front_end, signal.SIGKILL)
-    for stream in streams:
-        assert stream.over.wait(PATIENCE_S)
-    until(lambda: [pid for pid in server.children("front_end") if pid != front_end], "there is another")
-    done = server.complete(prompt="ROMEO:", max_tokens=3)
-    assert done.over.wait(PATIENCE_S)
-    assert done.events[-1] == "[DONE]"
-    assert server.children("engine_process") == [engine]
-    pids = server.children()
-    server.process.send_signal(signal.SIGTERM)
-    assert server.end() == 0
-    until(lambda: not server.left(pids), "nothing is left")
-
-
 def test_when_the_supervisor_is_killed_all_end(start: Callable[..., Server]) -> None:
-    server = start()
-    streams = begin(server, 2)
+    server = start(toy=TOY)
+    streams = begin(server, 2, max_tokens=8000)
     pids = server.children()
     assert len(pids) == 2
     server.process.kill()
@@ -392,18 +401,9 @@ def test_when_the_supervisor_is_killed_all_end(start: Callable[..., Server]) -> 
     until(lambda: not server.left(pids), "nothing is left")
 
 
-def test_a_drain_lets_requests_end_and_a_second_signal_does_not(start: Callable[..., Server]) -> None:
-    server = start()
-    pids = server.children()
-    [stream] = begin(server, 1, max_tokens=150)
-    server.process.send_signal(signal.SIGTERM)
-    until(lambda: server.get("/ready")[0] == 503, "it is not ready any more")
-    assert stream.over.wait(PATIENCE_S)
-    assert stream.events[-1] == "[DONE]"
-    assert server.end() == 0
-    assert server.left(pids) == []
-    server = start()
-    begin(server, 2)
+def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]) -> None:
+    server = start(toy=TOY)
+    begin(server, 2, max_tokens=8000)
     pids = server.children()
     server.process.send_signal(signal.SIGINT)
     until(lambda: server.get("/ready")[0] == 503, "it is not ready any more")
@@ -415,8 +415,8 @@ def test_a_drain_lets_requests_end_and_a_second_signal_does_not(start: Callable[
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--set", "max_num_seqs=none"], "max_num_seqs"),
-        (["--set", "kv_cache_memory=1"], "kv_cache_memory"),
+        (["--set", "max_num_seqs=none"], "max_num_seqs"),  # by the supervisor
+        (["--set", "kv_cache_memory=1"], "kv_cache_memory"),  # by the engine's process
         (["--port", "70000"], "--port"),
         (["--host", "256.256.256.256"], "--host"),
     ],
@@ -429,12 +429,36 @@ def test_what_keeps_it_from_starting_is_told_in_a_sentence(start: Callable[..., 
     assert server.left([]) == []
 
 
-@pytest.mark.parametrize("options", [("--front-ends", "2"), ("--in-process",)])
-def test_each_request_is_a_line_of_json_on_stderr(start: Callable[..., Server], options: tuple[str, ...]) -> None:
-    server = start(*options)
+@pytest.mark.parametrize("is_in_process", [False, True])
+def test_each_request_is_a_line_of_json_on_stderr(server: Server, start: Callable[..., Server], is_in_process: bool) -> None:
+    server = start("--in-process", toy=TOY) if is_in_process else server
     server.get("/v1/models")
-    lines = until(lambda: server.told().splitlines(), "the request was logged")
-    assert [json.loads(line)["path"] for line in lines if line.startswith("{")] == ["/v1/models"]
+    until(lambda: "/v1/models" in server.told(), "the request was logged")
+    lines = [json.loads(line) for line in server.told().splitlines() if line.startswith("{")]
+    assert [line["status"] for line in lines if line["path"] == "/v1/models"] == [200]
+
+
+def test_when_the_only_front_end_is_killed_another_serves_and_a_drain_lets_requests_end(start: Callable[..., Server]) -> None:
+    server = start(toy=TOY)
+    streams = begin(server, 4, max_tokens=8000)
+    [front_end], [engine] = server.children("front_end"), server.children("engine_process")
+    os.kill(front_end, signal.SIGKILL)
+    for stream in streams:
+        assert stream.over.wait(PATIENCE_S)
+    until(lambda: [pid for pid in server.children("front_end") if pid != front_end], "there is another")
+    done = server.complete(prompt="ROMEO:", max_tokens=3)
+    assert done.over.wait(PATIENCE_S)
+    assert done.events[-1] == "[DONE]"
+    until(lambda: Scraper(server.port).running == 0, "its requests are freed")
+    assert server.children("engine_process") == [engine]
+    pids = server.children()
+    [stream] = begin(server, 1, max_tokens=100)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.get("/ready")[0] == 503, "it is not ready any more")
+    assert stream.over.wait(PATIENCE_S)
+    assert stream.events[-1] == "[DONE]"
+    assert server.end() == 0
+    until(lambda: not server.left(pids), "nothing is left")
 
 
 def test_the_help_tells_defaults() -> None:
