@@ -1,4 +1,4 @@
-"""Judging a backend's values: against the exact ones, or by values that tell what was seen."""
+"""Assertions on a backend's values: against exact ones, or with values that reveal which positions were read."""
 
 from __future__ import annotations
 

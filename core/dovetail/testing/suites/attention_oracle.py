@@ -1,6 +1,6 @@
-"""Attention by its definition, one row at a time with a full matrix of scores: exactly (float64), and plainly in a given dtype.
+"""Attention by its definition, one row at a time with a full matrix of scores: exactly (float64), or directly in a given dtype.
 
-It has no paging, no batching and no code of any backend. The plain version measures rounding errors: a backend may err a few times as much.
+Has no paging, no batching and no code of any backend. The direct version measures rounding errors: a backend's may be a few times as large.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-TIMES_THE_PLAIN_ERROR = 4.0  # an order of sums other than the plain one's changes its error, but hardly by so much
-ROUNDINGS = 12.0  # of a row's largest value, where the plain error happens to be next to nothing
+TIMES_THE_PLAIN_ERROR = 4.0  # another order of summation changes the error, but hardly by this factor
+ROUNDINGS = 12.0  # of a row's largest value, if the direct version's error happens to be tiny
 
 
 class Rules(NamedTuple):

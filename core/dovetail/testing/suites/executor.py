@@ -1,8 +1,8 @@
-"""`ExecutorSuite`: it checks that an executor keeps the contract of `dovetail.api.executor`.
+"""`ExecutorSuite`: checks that an executor conforms to the contract of `dovetail.api.executor`.
 
-What a model computes isn't judged here (that is the model's suite): the tokens of a request that runs alone are what all other ways to run it are
-compared with. So an executor that only pretends to compute passes, if it is consistent. It is given the bundled demo model, and loads it if it
-needs one; torch is imported by nobody but the executor.
+The model's values aren't judged here (that is the model's suite): the tokens of a request that runs by itself are compared with those of all other
+ways to run it. So a simulated executor passes if it is consistent. Executors get the bundled demo model, and load it if they need one; torch is
+imported only by the executor.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from dovetail.testing.suites.executor_sampling import ExecutorSampling
 from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, require_quiet, require_same, stop
 from dovetail.testing.suites.footprint import Footprint, child_processes, temporary_folder, tensor_bytes
 
-MUCH = 2**20  # bytes that no executor keeps by the way
-NOTICES_S = 3.0  # within which a dead worker must be told
+MUCH = 2**20  # bytes that no executor retains incidentally
+NOTICES_S = 3.0  # time limit for reporting a dead worker
 
 
 class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorLogprobs):
-    """The suite of executors: their beginning and end, and the tokens of a request, which depend on nothing else."""
+    """Suite of executors: start and stop, and the tokens of a request, which depend on nothing else."""
 
     @check("executor.capacity", since="0.1")
     def test_the_capacity_makes_sense(self) -> None:
-        """`start` returned a `Capacity` by which no engine can work: at least one block, one step in flight, two token ids; a pool that holds one
-        sequence of `max_model_len`, which is at most what the config asks for."""
+        """`start` returned a `Capacity` that no engine can work with: it needs at least one block, one step in flight, two token ids; a pool that
+        holds
+        one sequence of `max_model_len`, which is at most the config's value."""
         with self._bench() as bench:
             capacity, layout = bench.capacity, bench.capacity.layout
             require(isinstance(capacity, Capacity), f"start returned {capacity!r}")
@@ -53,7 +54,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.stop", since="0.1")
     def test_stop_may_come_at_any_time(self) -> None:
-        """`stop` raised: it may come before `start`, twice, and while a step is in flight. The engine calls it whatever went wrong before."""
+        """`stop` raised. It may be called before `start`, twice, and while a step is in flight: the engine calls it after any failure."""
         executor = self._make()
         stop(executor, "before start")
         executor = self._make()
@@ -67,8 +68,8 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.failed_start", since="0.1")
     def test_a_start_that_fails_says_why_in_dovetails_terms(self) -> None:
-        """The model's directory didn't exist, and `start` raised something other than `DovetailError` (`ModelLoadError`, `UnsupportedError`), which
-        a user would see as a crash; or `stop` didn't work after it, or left something behind. An executor that needs no model may start."""
+        """The model's directory doesn't exist, and `start` raised something other than `DovetailError` (`ModelLoadError`, `UnsupportedError`), which
+        users would see as a crash; or `stop` failed after it, or left something behind. An executor that needs no model may start."""
         before = Footprint.now()
         executor = self._make(model_dir=Path("no", "such", "model"))
         try:
@@ -84,8 +85,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
-        """After `stop` there were threads, processes, open files, temporary files or tensors of more than a megabyte that weren't there before
-        `start`. (What only the very first start makes, and the next ones use again, is left out.)"""
+        """After `stop` there are threads, processes, open files, temporary files or tensors of more than a megabyte that weren't there before
+        `start`.
+        (Resources that only the very first start creates, and later ones reuse, are excluded.)"""
         with self._bench():
             pass
         before, bytes_before = Footprint.now(), tensor_bytes()
@@ -100,7 +102,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.healthy", since="0.1")
     def test_check_is_quiet_while_all_is_well(self) -> None:
-        """`check` raised though nothing was wrong: the server calls it again and again to see whether the engine is alive."""
+        """`check` raised although nothing is wrong. The server calls it repeatedly to see whether the engine is alive."""
         with self._bench() as bench:
             require_quiet(bench.executor, "after start")
             bench.add("a", bench.prompt(5))
@@ -111,8 +113,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.dead_worker", since="0.1", capability="workers")
     def test_a_dead_worker_is_reported(self) -> None:
-        """One of its processes was killed, and `check` went on to find all well. Watch the processes (`exitcode`, `poll`), raise `DovetailError`
-        naming the one that is gone, and let `collect` raise it too, rather than wait for ever."""
+        """One of its processes was killed, and `check` didn't report it. Watch the processes (`exitcode`, `poll`), raise `DovetailError` that names
+        the
+        dead one, and let `collect` raise it, too, instead of waiting forever."""
         before = set(child_processes())
         with self._bench() as bench:
             (pid, *_) = [pid for pid in child_processes() if pid not in before]
@@ -128,9 +131,11 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.failure", since="0.1")
     def test_after_a_step_that_failed_it_says_so_or_goes_on_rightly(self) -> None:
-        """A step was refused (it wanted more tokens of a row than are known), and afterwards `check` was content, but the next lawful step raised or
-        gave wrong tokens, also to another row. If what it holds can't be trusted any more, `check` must raise `DovetailError`, however often it is
-        called, and so must `submit`."""
+        """A step was rejected (it requested more tokens of a row than are known), and afterwards `check` didn't raise, but the next valid step raised
+        or
+        gave wrong tokens, for this or another row. If the state can no longer be trusted, `check` must raise `DovetailError` on every call, and so
+        must
+        `submit`."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             self._seat(bench, *LENGTHS)
@@ -150,8 +155,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.neighbours", since="0.1")
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
-        """A request generated other tokens beside others, in another row and in other blocks, than alone. Look for state that rows share, and for
-        what is read by a place in the batch instead of by row."""
+        """A request generated other tokens beside others, in another row and in other blocks, than by itself. Look for state shared between rows, and
+        for
+        reads by position in the batch instead of by row."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             bench.take_blocks(1)
@@ -164,8 +170,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.ids_stay", since="0.1")
     def test_sampled_ids_stay_with_their_row(self) -> None:
-        """A request that kept its row generated other tokens than one that was given a row anew with all that it had. While a request has a row the
-        core sends no ids: the next input is what the executor itself sampled."""
+        """A request that kept its row generated other tokens than one that was added to a row again with all its tokens. While a request has a row
+        the
+        core sends no ids: the next input is the token that the executor sampled."""
         with self._bench() as bench:
             for name in LENGTHS:
                 expected = bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
@@ -179,8 +186,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.chunks", since="0.1")
     def test_a_prompt_in_chunks_is_the_prompt_at_once(self) -> None:
-        """A prompt computed in chunks, beside decodes, gave other tokens than in one step. A chunk begins where the row has come to, attends to all
-        before it, and samples only with the last known token."""
+        """A prompt computed in chunks, beside decodes, gave other tokens than in one step. A chunk starts where the row has stopped, attends to
+        everything
+        before it, and samples only at the last known token."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 6) for name in "ac"}
             self._seat(bench, "a", "c")
@@ -193,7 +201,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.idle", since="0.1")
     def test_a_row_that_sits_out_steps_is_kept(self) -> None:
-        """A request that had no tokens granted for some steps went on with other tokens. A row is held until a batch names it in `removed`."""
+        """A request without grants for some steps continued with other tokens. A row is held until a batch lists it in `removed`."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
             self._seat(bench, "a", "c")
@@ -205,8 +213,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.row_reuse", since="0.1")
     def test_a_row_given_away_begins_anew(self) -> None:
-        """A row was removed and added in one batch, and the new request generated other tokens than alone, or the step failed; or those that kept
-        their rows did. `removed` comes before `added`, of the old request nothing stays (tokens, blocks, sampling), and nobody else moves."""
+        """A row was removed and added in one batch, and the new request generated other tokens than by itself, or the step failed, or rows that
+        stayed
+        were affected. `removed` precedes `added`, nothing of the old request remains (tokens, blocks, sampling), and other rows don't move."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             for name in ("c", "b", "a", "c"):
@@ -228,8 +237,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.limits", since="0.1")
     def test_what_the_config_allows_can_be_used_up(self) -> None:
-        """A step of as many rows, or tokens, as the config allows, or a sequence of `Capacity.max_model_len`, failed or gave other tokens than small
-        ones. Buffers hold all of that, and the last row, token and position are as good as the others."""
+        """A step with the maximum number of rows or tokens, or a sequence of `Capacity.max_model_len`, failed or gave other tokens than small ones.
+        Buffers
+        must hold all of that, including the last row, token and position."""
         rows, step = SETTINGS["max_num_seqs"], SETTINGS["max_num_batched_tokens"]
         with self._bench() as bench:
             longest = bench.capacity.max_model_len

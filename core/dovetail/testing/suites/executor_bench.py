@@ -1,4 +1,4 @@
-"""A small core that drives an executor for checks: it gives out rows and blocks, sends what is new, and keeps what comes back."""
+"""Minimal core that drives an executor for checks: assigns rows and blocks, sends changes, and collects results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sent:
 
 @dataclass
 class Bench:
-    """`tokens[name]`: what was generated for a request, in order. Whatever a lawful call raises fails the check."""
+    """`tokens[name]`: generated tokens of a request, in order. Any error of a valid call fails the check."""
 
     executor: Executor
     capacity: Capacity
@@ -76,7 +76,7 @@ class Bench:
         room: int = 8,
         **sampling: Any,
     ) -> Seat:
-        """A request begins in the next batch, with blocks for `room` tokens more. Its seed is a function of its name."""
+        """Start a request in the next batch, with blocks for `room` more tokens. Its seed is a function of its name."""
         if row is None:
             row = next(row for row in range(1000) if row not in [seat.row for seat in self.seats.values()])
         if blocks is None:
@@ -102,15 +102,16 @@ class Bench:
         return taken
 
     def grow(self, names: Iterable[str]) -> None:
-        """A block more for each, appended in the next batch."""
+        """Append one block to each in the next batch."""
         for name in names:
             (block,) = self.take_blocks(1)
             self.seats[name].blocks.append(block)
             self._appended.append((self.seats[name].row, block))
 
     def submit(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
-        """A step: so many tokens of each, in this order. Who reaches the last known token samples. `shared`: leading blocks in common. A `late` one
-        must be sampled (`sample`) before it is collected."""
+        """Submit a step with the given number of tokens of each, in this order. Requests that reach their last known token sample. `shared`: number
+        of
+        common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
         batch = self.build(counts, copies, shared, late=late)
         seats = [self.seats[name] for name in counts]
         self.sent.append(Sent(batch, self._call("submit", batch), seats))
@@ -120,8 +121,9 @@ class Bench:
         return batch
 
     def sample(self, allowed: Mapping[str, Sequence[int]], *, own_memory: bool = True) -> None:
-        """Have the oldest step sampled, which is late: the requests named sample one of the ids that are `allowed` to them. The masks lie in the
-        executor's own memory, or elsewhere, though it was asked for its own, where everything is allowed then."""
+        """Sample the oldest, late step: the named requests sample one of their `allowed` ids. The masks are in the executor's own memory, or,
+        although
+        that was requested, elsewhere; the executor's memory then allows everything."""
         sent = self.sent[0]
         indices = [index for index, seat in enumerate(sent.seats) if seat.name in allowed]
         width = -(-self.capacity.vocab_size // 32)
@@ -138,7 +140,7 @@ class Bench:
         self._call("sample", sent.handle, Masks(np.array(indices, np.int32), words))
 
     def collect(self, broken: str = "") -> Result:
-        """The oldest step's results. `broken`: the request whose row may fail."""
+        """Collect the oldest step. `broken`: the request with a row that may fail."""
         sent = self.sent.popleft()
         result: Result = self._call("collect", sent.handle)
         require(result.step == sent.batch.step, f"collect returned step {result.step} where {sent.batch.step} was the oldest uncollected")

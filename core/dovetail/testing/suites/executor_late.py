@@ -1,4 +1,4 @@
-"""`ExecutorLate`: the checks of late sampling, for requests with a grammar."""
+"""`ExecutorLate`: checks of late sampling, for requests with a grammar."""
 
 import numpy as np
 
@@ -10,12 +10,13 @@ from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, 
 
 
 class ExecutorLate(ExecutorSubject):
-    """Steps whose sampling waits for masks."""
+    """Steps with sampling that waits for masks."""
 
     @check("executor.late", since="0.3", capability="masks")
     def test_a_late_step_without_masks_samples_as_any_other(self) -> None:
-        """Steps that were `late`, and sampled without a mask, gave other tokens. `submit` of a late batch runs the model alone, `sample` samples for
-        the rows that yield a token."""
+        """`late` steps sampled without a mask gave other tokens. `submit` of a late batch only runs the model, `sample` samples for the rows that
+        yield a
+        token."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             self._seat(bench, *LENGTHS)
@@ -34,9 +35,10 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.masks", since="0.3", capability="masks")
     def test_masked_rows_sample_what_is_allowed_and_others_what_they_would(self) -> None:
-        """A row sampled a token that its mask forbids; or another one than the likeliest of two that are allowed, when it had sampled that before; or
-        a row without a mask sampled another token than alone, also one that had a mask in the step before. `Masks.indices` are places in the batch,
-        which not all yield a token. `Masks.words` may lie in other memory than `mask_words` gave."""
+        """A row sampled a token that its mask forbids; or not the most likely of two allowed ones, which it had sampled before; or a row without a
+        mask
+        sampled another token than by itself, possibly after a step with a mask. `Masks.indices` are positions in the batch, not all of which yield a
+        token. `Masks.words` may be in other memory than `mask_words` returned."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             last = bench.capacity.vocab_size - 1
@@ -61,8 +63,9 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.masked_draws", since="0.3", capability="masks")
     def test_a_masked_row_draws_among_what_is_allowed(self) -> None:
-        """At a temperature at which nearly any token may come, rows that were allowed two ids drew another one, or all of them the same, or others
-        when it was tried again with the same seeds. A mask is applied to the logits, and the row is sampled by its own parameters."""
+        """At a temperature at which nearly all tokens are likely, rows with two allowed ids drew another one, or all drew the same, or drew others
+        when
+        repeated with the same seeds. Apply the mask to the logits, then sample by the row's own parameters."""
         with self._bench() as bench:
             if not self.declares("samples"):
                 return
@@ -74,8 +77,8 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.late_overlap", since="0.3", capability="masks")
     def test_a_late_step_may_be_submitted_while_another_is_in_flight(self) -> None:
-        """With two steps in flight, a late one was submitted before the results of the step before it were collected, and sampled afterwards, and its
-        tokens were others. The next step reads what the late one sampled."""
+        """With two steps in flight, a late step was submitted before the results of the previous one were collected, and sampled afterwards, and its
+        tokens differ. The next step reads the tokens sampled by the late one."""
         with self._bench() as bench:
             if bench.capacity.max_in_flight < 2:
                 return
@@ -91,7 +94,7 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.masked_logprobs", since="0.3", capability="logprobs")
     def test_masks_leave_log_probabilities_as_they_are(self) -> None:
-        """The log-probability of a token that was sampled under a mask wasn't that of the raw distribution, or the likeliest tokens weren't."""
+        """The log-probability of a token sampled under a mask isn't that of the unmasked distribution, or the most likely tokens aren't."""
         with self._bench() as bench:
             if not self.declares("masks"):
                 return

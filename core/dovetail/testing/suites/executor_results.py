@@ -1,4 +1,4 @@
-"""`ExecutorResults`: the checks of what comes back from a step, and when."""
+"""`ExecutorResults`: checks of results and their times."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, 
 from dovetail.testing.suites.footprint import temporary_folder
 
 LONG_STEPS = 3
-LEAST_SHARE = 0.01  # of the time that passes in a long step is the device's, also where little is computed
+LEAST_SHARE = 0.01  # minimum share of device time in a long step, even if little is computed
 
 
 class ExecutorResults(ExecutorSubject):
@@ -19,8 +19,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.order", since="0.1")
     def test_results_come_in_the_order_of_submission(self) -> None:
-        """With as many steps in flight as `max_in_flight` allows, `collect` of the oldest handle returned another step, or the tokens of another.
-        Results wait in a queue; what a step samples must not be overwritten by the next."""
+        """With the maximum number of steps in flight, `collect` of the oldest handle returned another step, or the tokens of another. Results are a
+        queue;
+        a step's samples must not be overwritten by the next step."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {})) for name in LENGTHS}
             self._seat(bench, *LENGTHS)
@@ -36,8 +37,8 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.results", since="0.1")
     def test_each_row_of_the_batch_has_its_result(self) -> None:
-        """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the vocabulary where `yields_token` is true, -1 elsewhere;
-        `failed` must be empty when nothing has failed. Ids are int64, times are floats."""
+        """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the vocabulary where `yields_token` is true, otherwise -1;
+        `failed` must be empty if nothing failed. Ids are int64, times are floats."""
         with self._bench() as bench:
             self._seat(bench, *LENGTHS)
             batch = bench.submit({"c": 20, "a": LENGTHS["a"], "b": 1})
@@ -53,8 +54,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.failed_row", since="0.3", capability="samples")
     def test_a_row_may_fail_alone(self) -> None:
-        """The model's values for one row of a step were NaN, and the step failed with it, or `Result.failed` named another place in the batch, or
-        other rows generated other tokens than alone, also one that got the row and the blocks afterwards. (That NaN is found isn't asked.)"""
+        """The model's values for one row of a step were NaN, and the whole step failed, or `Result.failed` lists another position in the batch, or
+        other
+        rows generated other tokens than by themselves, including the next user of the row and its blocks. (Detecting NaN isn't required.)"""
         with temporary_folder() as folder:
             token = IDS + 1  # in no other prompt
             if not broken_model(self.model, folder, token):
@@ -76,7 +78,7 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.batch_untouched", since="0.1")
     def test_a_batch_is_only_read(self) -> None:
-        """The executor changed an array of the batch that it was given; the core may use it again. Copy what is to be changed."""
+        """The executor modified an array of its batch, which the core may reuse. Copy before modifying."""
         with self._bench() as bench:
             self._seat(bench, *LENGTHS)
             counts = {name: LENGTHS[name] for name in "cab"}
@@ -90,8 +92,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.ownership", since="0.3")
     def test_results_are_the_cores_and_batches_no_longer_needed(self) -> None:
-        """A result changed when later steps ran: it is the core's, to keep as long as it likes. Or later tokens changed when the arrays of a batch
-        were overwritten, which are the executor's to read until its results are collected, and no longer: copy what you keep."""
+        """A result changed when later steps ran: results belong to the core, which may keep them. Or later tokens changed when the arrays of a batch
+        were
+        overwritten after its results were collected: copy what must outlive that."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
             self._seat(bench, "a", "c")
@@ -111,8 +114,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.durations", since="0.3")
     def test_a_step_takes_the_time_that_passes(self) -> None:
-        """`ended - started` was next to nothing of the time between the submit and the collect of a step that is as large as the config allows.
-        They are seconds on the device; estimates of step times, which policies plan by, are made of their difference."""
+        """`ended - started` was a negligible part of the time between submit and collect of the largest possible step. They are seconds on the
+        device;
+        the estimates of step times that policies plan by are based on their difference."""
         with self._bench() as bench:
             clock, shares = bench.executor.context.clock, []
             length = min(SETTINGS["max_num_batched_tokens"] // 2, bench.capacity.max_model_len - 1)
@@ -129,8 +133,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.times", since="0.1")
     def test_times_are_those_of_the_engines_clock(self) -> None:
-        """`Result.started` and `ended` must lie between the submit and the collect of their step on `context.clock`, in this order, and a step must
-        not end before the one before it; also steps that are sampled late. The step-time fit and all latencies are made of them."""
+        """`Result.started` and `ended` must be between the submit and the collect of their step on `context.clock`, in this order, and a step must
+        not end
+        before the previous one, including late steps. The step-time fit and all latencies are based on them."""
         with self._bench() as bench:
             clock, ends = bench.executor.context.clock, [-np.inf]
             bench.add("a", bench.prompt(5))
@@ -150,8 +155,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.virtual_clock", since="0.1", capability="virtual_clock")
     def test_a_virtual_clock_moves_only_in_collect(self) -> None:
-        """The executor claims `virtual_clock`: `collect` must move `context.clock` to the end of its step, and `start`, `submit` and `check` must
-        leave it alone, since the core plans the next step by it."""
+        """The executor declares `virtual_clock`: `collect` must advance `context.clock` to the end of its step, and `start`, `submit` and `check`
+        must not
+        change it, since the core plans the next step by it."""
         with self._bench() as bench:
             clock = bench.executor.context.clock
             require(clock.now() == 0.0, f"start moved the clock to {clock.now()}")

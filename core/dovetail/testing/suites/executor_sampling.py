@@ -1,4 +1,4 @@
-"""`ExecutorSampling`: the check that a request's own sampling parameters are followed."""
+"""`ExecutorSampling`: checks that a request's sampling parameters are applied."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ SEEDS = 6
 
 
 class ExecutorSampling(ExecutorSubject):
-    """The sampler has a suite of its own; here it is only seen whether it is asked."""
+    """Checks that the sampler is used; it has its own suite."""
 
     @check("executor.sampling", since="0.3", capability="samples")
     def test_each_row_is_sampled_by_its_own_parameters(self) -> None:
-        """A row's `NewRow.sampling` was passed over, in whole or in part: rows were greedy that shouldn't be, or the other way round, or a rule had
-        no effect. The sampler learns of each added row's parameters (`Sampler.update`) before it samples for it. An executor with `virtual_clock`
-        computes nothing, and may sample as it likes."""
+        """A row's `NewRow.sampling` was ignored, in whole or in part: rows were greedy that shouldn't be, or the other way round, or a rule had no
+        effect.
+        Pass each added row's parameters to the sampler (`Sampler.update`) before it samples for it. An executor with `virtual_clock` computes
+        nothing, and
+        may sample arbitrarily."""
         with self._bench() as bench:
             prompt = bench.prompt(9)
             (greedy,) = _first(bench, prompt, {})

@@ -1,4 +1,4 @@
-"""`ExecutorSubject`: how the checks of executors start one, and what they ask of it again and again."""
+"""`ExecutorSubject`: starts executors for checks, with common helpers."""
 
 import json
 import shutil
@@ -28,14 +28,14 @@ SEEDED: Mapping[str, Mapping[str, Any]] = {"b": {"temperature": 1.0}}  # the oth
 
 
 class ExecutorSubject(Suite):
-    """An executor, made as the engine makes it for a small `engine.yaml`. `model` is the one to load."""
+    """An executor, constructed like the engine does for a small `engine.yaml`. `model`: the model to load."""
 
     kind = "executor"
     settings = Suite.settings | {"model"}
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Two are seen rather than declared: "workers", whether `start` starts processes, and "shared_prefix", which `Capacity` tells."""
+        """Two are observed instead of declared: "workers" (`start` starts processes), and "shared_prefix" (from `Capacity`)."""
         if capability in ("workers", "shared_prefix"):
             return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
         return super().declares(capability)
@@ -86,7 +86,7 @@ def _context(model: str, clock: Clock, model_dir: Path | None) -> ExecutorContex
 
 
 def broken_model(model: str, folder: Path, token: int) -> bool:
-    """Write a copy of a checkpoint in which the embedding of one token, as input alone, is NaN. Returns False for a checkpoint in several files."""
+    """Write a copy of a checkpoint in which one token's embedding is NaN, as input only. Returns False for a checkpoint in several files."""
     source = Path(resolve_model(model, installed(tuple(sys.path))))
     if not (source / "model.safetensors").exists():
         return False

@@ -1,4 +1,4 @@
-"""`Footprint`: the threads, child processes, open files and temporary files that a component holds."""
+"""`Footprint`: threads, child processes, open files and temporary files that a component holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE_S = 1.0  # that threads and processes get to end after they were told to
+GRACE_S = 1.0  # for threads and processes to end after being told to
 POLL_S = 0.01
 _PROC = Path("/proc")
 
@@ -26,7 +26,7 @@ class Footprint:
 
     threads: frozenset[threading.Thread]
     processes: frozenset[int]
-    files: tuple[str, ...]  # open ones, by what they are
+    files: tuple[str, ...]  # open files, by target
 
     @classmethod
     def now(cls) -> Footprint:
@@ -62,7 +62,7 @@ def child_processes() -> list[int]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Use a new folder for temporary files, in place of the system's."""
+    """Use a new folder for temporary files instead of the system's."""
     with tempfile.TemporaryDirectory() as folder:
         before, tempfile.tempdir = tempfile.tempdir, folder
         try:

@@ -1,7 +1,7 @@
-"""`GrammarSuite`: it checks that a grammar backend keeps the contract of `dovetail.api.grammar`.
+"""`GrammarSuite`: checks that a grammar backend conforms to the contract of `dovetail.api.grammar`.
 
-Masks over a vocabulary of some 150 tokens are compared with those of languages that are known text by text: see `grammar_oracle`. What has no such
-list, like JSON with its many spellings, is written at random as the masks allow, and read again. Needs no torch.
+Masks over a vocabulary of some 150 tokens are compared with those of languages whose texts are known: see `grammar_oracle`. Languages without such a
+list, like JSON with its many spellings, are tested by generating random answers under the masks and parsing them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from dovetail.testing.suites.grammar_oracle import (
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
-STATES = 60  # of each case whose masks are compared
-STEPS = 12  # tokens of a random answer
-ANSWERS = 20  # random ones of each schema
-LONG = 400  # tokens of a random answer in JSON, at most
-FEW = 12  # states of each case that are compared with other vocabularies
-BEGINS = 20  # of which the fastest is judged
+STATES = 60  # states per case whose masks are compared
+STEPS = 12  # tokens per random answer
+ANSWERS = 20  # random answers per schema
+LONG = 400  # maximum tokens of a random JSON answer
+FEW = 12  # states per case that are compared with other vocabularies
+BEGINS = 20  # calls of `begin`, of which the fastest counts
 BEGINS_WITHIN_S = 1e-3
-RUN = 100  # characters of white space in a row that no answer may have
-TRIVIAL: dict[SpecKind, str] = {  # a right spec of each kind
+RUN = 100  # consecutive characters of white space that must be impossible
+TRIVIAL: dict[SpecKind, str] = {  # a valid spec of each kind
     "json_schema": "{}",
     "json_object": "",
     "regex": "a",
@@ -63,7 +63,7 @@ TRIVIAL: dict[SpecKind, str] = {  # a right spec of each kind
     "choice": '["a"]',
     "structural_tag": '{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}',
 }
-STUCK = (  # without a token for "q", they can't go on behind the last character before it
+STUCK = (  # without a token for "q", matchers get stuck before it
     GrammarSpec("regex", "bq"),
     GrammarSpec("choice", '["bq", "bqx"]'),
     GrammarSpec("grammar", 'start: "b" "q"'),
@@ -83,14 +83,15 @@ class GrammarSuite(Suite):
 
     @check("grammar.mask", since="0.1")
     def test_a_mask_has_just_what_may_come(self) -> None:
-        """A mask has a token that can't go on towards any text of the language, or lacks one that can: also a token that splits a character, one that
-        reaches over several parts of the grammar, another id of the same bytes. A stop id's bit is 1 just when the text is complete."""
+        """A mask allows a token that leads to no text of the language, or lacks one that does; including tokens that split a character or span
+        several
+        parts of the grammar, and other ids with the same bytes. A stop id's bit is 1 exactly if the text is complete."""
         for case, matcher, text in self._places():
             self._require_mask(case, matcher, text)
 
     @check("grammar.never_text", since="0.1")
     def test_what_is_no_text_never_comes(self) -> None:
-        """A token without bytes, or with empty ones, may come; or a stop id where its bytes would fit, though the text isn't complete there."""
+        """A token with None or empty bytes is allowed; or a stop id because its bytes would fit, although the text isn't complete."""
         free = [matcher for _, matcher, _ in self._places()] + [self._begin(spec) for spec in self._json_specs()]
         for matcher in free:
             silent = {id for id in _allowed(matcher) - CONTEXT.stop_ids if not text_of(id)}
@@ -98,7 +99,7 @@ class GrammarSuite(Suite):
 
     @check("grammar.words", since="0.1")
     def test_all_words_are_written(self) -> None:
-        """`fill` leaves words as they were before, or sets bits beyond the vocabulary. Write every word, and clear the last one's rest."""
+        """`fill` leaves old words, or sets bits beyond the vocabulary. Write every word, and clear the rest of the last one."""
         for stops, padding in ((2, 3), (1, 0), (3, 31)):
             context = vocabulary(stops=stops, padding=padding)
             matcher = self._backend_of(context).compile(self._some_spec()).begin()
@@ -111,7 +112,7 @@ class GrammarSuite(Suite):
 
     @check("grammar.fill_pure", since="0.1")
     def test_filling_changes_nothing(self) -> None:
-        """The second mask of a place differs from the first, or the answer goes on otherwise if a mask was asked for before."""
+        """The second mask at a position differs from the first, or the answer continues differently after a mask was filled."""
         for case in self._cases:
             often, once = self._begin(case.spec), self._begin(case.spec)
             for token in self._random_tokens(case.spec):
@@ -122,8 +123,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.accept", since="0.1")
     def test_it_accepts_just_what_the_mask_allows(self) -> None:
-        """`accept` returns False for a token that the mask allows, or True for one that it forbids (also one that is no token at all), or a refused
-        token changes the place."""
+        """`accept` returns False for a token that the mask allows, or True for one that it forbids (or that doesn't exist), or a rejected token
+        changes the
+        state."""
         for case, matcher, text in self._places():
             before = _mask(matcher)
             allowed = _allowed(matcher)
@@ -136,8 +138,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.end", since="0.1")
     def test_nothing_comes_behind_a_stop_id(self) -> None:
-        """A stop id isn't accepted where the text is complete; or behind one a token may still come or is forced, or `complete` is False; also when
-        another answer of the same grammar has begun since."""
+        """A stop id isn't accepted where the text is complete; or after it a token is still allowed or forced, or `complete` is False; including
+        after
+        another answer of the same grammar has begun."""
         for case, matcher, text in self._places():
             if case.language.has(text):
                 stop = random.Random(len(text)).choice(sorted(CONTEXT.stop_ids))
@@ -156,15 +159,16 @@ class GrammarSuite(Suite):
 
     @check("grammar.complete", since="0.1")
     def test_complete_is_where_only_an_end_may_come(self) -> None:
-        """`complete` is True though a token may come that is no stop id, or False where none may: such an answer would run for one step too many."""
+        """`complete` is True although a token other than a stop id is allowed, or False where none is: the answer would run one step too long."""
         for case, matcher, text in self._places():
             only_end = not case.language.allowed(text) - CONTEXT.stop_ids
             require(matcher.complete == only_end, f"{case}, behind {text!r}: complete is {matcher.complete}")
 
     @check("grammar.rollback", since="0.1", capability="rollback")
     def test_tokens_can_be_taken_back(self) -> None:
-        """After `rollback` the masks aren't those that were there, or those behind other tokens than were taken back are wrong; a stop id can't be
-        taken back, or one that was refused is counted; or more tokens than were accepted can."""
+        """After `rollback` the masks differ from the previous ones, or those after replacing the removed tokens are wrong; a stop id can't be rolled
+        back,
+        or a rejected one is counted; or more tokens than were accepted can be rolled back."""
         for case in self._cases:
             chance, matcher = random.Random(1), self._begin(case.spec)
             masks, tokens = [_mask(matcher)], list[int]()
@@ -203,8 +207,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.forced", since="0.1", capability="forced")
     def test_forced_tokens_are_the_only_ones(self) -> None:
-        """`forced` names a token beside which another may come, or an end (also if there is one stop id alone, or none); or it moves the matcher; or
-        it never finds any, though it is declared."""
+        """`forced` returns a token although another, or the end, is allowed (possibly with one stop id, or none); or it changes the matcher; or it
+        never
+        returns any, although it is declared."""
         found = 0
         for stops in (0, 1):
             for case, matcher, text in self._places_with(vocabulary(stops=stops)):
@@ -224,7 +229,7 @@ class GrammarSuite(Suite):
 
     @check("grammar.separate", since="0.1")
     def test_matchers_dont_disturb_each_other(self) -> None:
-        """What one answer accepts changes the masks of another with the same grammar: they share more than what never changes."""
+        """Tokens accepted by one answer change the masks of another with the same grammar: they share mutable state."""
         for case in self._cases:
             grammar = self._compiled(case.spec)
             one, chance = grammar.begin(), random.Random(2)
@@ -235,8 +240,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.begin", since="0.1")
     def test_an_answer_begins_at_once(self) -> None:
-        """The fastest of some calls of `begin` took a millisecond and more. It is called while a step waits, for each sample of a request: what takes
-        time belongs into `compile`."""
+        """The fastest of several calls of `begin` took a millisecond or more. It is called while a step waits, for each sample of a request: move
+        slow work
+        to `compile`."""
         for case in self._cases:
             grammar, took = self._compiled(case.spec), list[float]()
             for _ in range(BEGINS):
@@ -249,7 +255,7 @@ class GrammarSuite(Suite):
 
     @check("grammar.same_text", since="0.1")
     def test_a_text_of_another_kind_is_another_spec(self) -> None:
-        """Two specs of the same text, one of them a regular expression, have the same first mask: what is compiled must be kept by kind and text."""
+        """Two specs with the same text, one of them a regular expression, have the same first mask: cache compiled grammars by kind and text."""
         backend = self._backend_of(CONTEXT)
         for text, kinds in SAME_TEXT:
             if all(map(self.declares, kinds)):
@@ -258,9 +264,10 @@ class GrammarSuite(Suite):
 
     @check("grammar.failed", since="0.1")
     def test_an_answer_that_cant_go_on_fails_for_good_and_alone(self) -> None:
-        """No token of the vocabulary could go on, and the text wasn't complete, but `fill` didn't raise `DovetailError` with a reason; or `fill`,
-        `accept` or `forced` didn't, after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or
-        `forced` failed before that place; or others, also of the same grammar, were disturbed."""
+        """No token of the vocabulary fits, and the text isn't complete, but `fill` didn't raise `DovetailError` with a reason; or `fill`, `accept` or
+        `forced`
+        didn't after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or `forced` failed before that
+        position; or other answers, possibly of the same grammar, were disturbed."""
         context = vocabulary(without=b"q")
         backend, specs = self._backend_of(context), [spec for spec in STUCK if self.declares(spec.kind)]
         for spec in specs:
@@ -300,8 +307,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.threads", since="0.1")
     def test_several_threads_compile_at_once(self) -> None:
-        """Of grammars that several threads compiled at the same time, one raised, or its masks are another's: state of a compilation belongs to it
-        alone."""
+        """Of grammars compiled by several threads at the same time, one raised, or has the masks of another: don't share state between
+        compilations."""
         specs = [case.spec for case in self._cases] * 4
         backend = self._backend_of(CONTEXT)
         with ThreadPoolExecutor(8) as pool:
@@ -315,7 +322,7 @@ class GrammarSuite(Suite):
 
     @check("grammar.fill_many", since="0.1")
     def test_many_masks_at_once_are_the_same(self) -> None:
-        """`fill_many` writes other masks than `fill`, or into other lines: also when one of the answers has ended, and when there is just one."""
+        """`fill_many` writes other masks than `fill`, or to other rows; including if one of the answers has ended, or if there is only one."""
         places = {id(matcher): (case, matcher, text) for case, matcher, text in self._places(8)}
         matchers = [matcher for _, matcher, _ in places.values()]
         ended = [matcher for matcher in matchers if matcher.accept(min(CONTEXT.stop_ids))]
@@ -331,8 +338,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.no_stop_ids", since="0.1")
     def test_a_model_may_have_no_stop_id(self) -> None:
-        """Without stop ids in the context, the backend can't be made, or a mask has another token than with them, or `complete` is another, or tokens
-        can't be taken back."""
+        """Without stop ids in the context, the backend can't be constructed, or a mask has other tokens than with them, or `complete` differs, or
+        tokens
+        can't be rolled back."""
         context = vocabulary(stops=0, padding=5)
         for case, matcher, text in self._places_with(context):
             where = f"{case}, behind {text!r}, without stop ids"
@@ -348,8 +356,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.refuses", since="0.1")
     def test_what_it_cant_do_it_refuses(self) -> None:
-        """`compile` raises something else than `RequestError` for a spec that is wrong, or describes what can't be followed token by token, or no
-        text at all; or it compiles it; or its text is empty. The text is all that the user learns."""
+        """`compile` raises something other than `RequestError` for a spec that is invalid, or isn't regular, or describes no text; or it compiles it;
+        or the
+        error's text is empty. The text is all that the user sees."""
         for kind in SPEC_KINDS:
             declared = self.declares(kind)
             for text in BROKEN.get(kind, ()) if declared else (TRIVIAL[kind],):
@@ -363,8 +372,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.grammars", since="0.1", capability="grammar")
     def test_grammars_are_context_free(self) -> None:
-        """Neither the syntax of Lark nor that of GBNF is compiled, or a grammar that counts (as many "a" as "b") allows something else, also where
-        the rule that it starts with isn't the first."""
+        """Neither Lark's nor GBNF's syntax is compiled, or a grammar that counts (equally many "a" and "b") allows something else, possibly if the
+        start rule
+        isn't the first."""
         compiled = {name: cases for name, cases in SYNTAXES.items() if self._compiles(cases[0].spec)}
         require(compiled, "neither Lark nor GBNF is compiled")
         for case in (case for cases in compiled.values() for case in cases):
@@ -374,16 +384,18 @@ class GrammarSuite(Suite):
 
     @check("grammar.structural_tags", since="0.1", capability="structural_tag")
     def test_structural_tags_follow_their_flags(self) -> None:
-        """With `at_least_one`, `stop_after_first`, a `separator`, or two structures that begin with the same text, a mask has another token than may
-        come. Whoever can't do one of them refuses it."""
+        """With `at_least_one`, `stop_after_first`, a `separator`, or two structures that begin with the same text, a mask is wrong. Reject options
+        that
+        aren't supported."""
         for case in (*self._cases, *(case for case in TAGS if self._compiles(case.spec))):
             for text in case.language.examples():
                 self._require_mask(case, self._at(case.spec, text), text)
 
     @check("grammar.regexes", since="0.1", capability="regex")
     def test_regular_expressions_are_those_of_python(self) -> None:
-        """A regular expression takes a text that `re.fullmatch` with the flag ASCII doesn't, or the other way round: look at classes, alternatives of
-        which one begins the other, repetitions, flags, and characters of several bytes. What can't be followed is refused."""
+        """A regular expression matches a text that `re.fullmatch` with the flag ASCII doesn't, or the other way round. Check classes, alternatives
+        where one
+        is a prefix of the other, repetitions, flags, and characters of several bytes. Reject features that aren't supported."""
         for pattern in (*CLASSES, *REGEXES):
             spec = GrammarSpec("regex", pattern)
             if self._compiles(spec):
@@ -393,8 +405,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.keywords", since="0.1", capability="json_schema")
     def test_each_keyword_is_followed_or_refused_wherever_it_stands(self) -> None:
-        """A keyword of JSON Schema was compiled, perhaps within another schema, and a value that it forbids can be written, or one right at its edge
-        can't. Lengths count code points, whatever their bytes. What can't be done is refused, at any depth."""
+        """A JSON Schema keyword was compiled, possibly within another schema, and a value that it forbids can be written, or one exactly at its limit
+        can't.
+        Lengths count code points, not bytes. Reject unsupported keywords at any depth."""
         for known in KEYWORDS:
             for place, (nested, around) in NESTS.items():
                 spec = GrammarSpec("json_schema", json.dumps(nested(known.schema)))
@@ -408,8 +421,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.json_schema", since="0.1", capability="json_schema")
     def test_json_follows_its_schema(self) -> None:
-        """A value that follows the schema can't be written in any of the usual spellings, one that doesn't can, or an answer of tokens taken at
-        random from the masks isn't JSON, or doesn't follow it."""
+        """A value that satisfies the schema can't be written in any of the usual spellings, one that doesn't can, or an answer of random allowed
+        tokens isn't
+        JSON, or doesn't satisfy it."""
         for number, known in enumerate(SCHEMAS):
             spec = GrammarSpec("json_schema", json.dumps(known.schema))
             for value in known.right:
@@ -420,7 +434,7 @@ class GrammarSuite(Suite):
 
     @check("grammar.json_object", since="0.1", capability="json_object")
     def test_json_objects_are_objects(self) -> None:
-        """An object can't be written in any of the usual spellings, something else than an object can, or an answer at random isn't an object."""
+        """An object can't be written in any of the usual spellings, something other than an object can, or a random answer isn't an object."""
         spec = GrammarSpec("json_object")
         for value in OBJECTS:
             require(self._can_write(spec, value), f"the object {value!r} can't be written")
@@ -430,7 +444,7 @@ class GrammarSuite(Suite):
 
     @check("grammar.white_space", since="0.1")
     def test_no_answer_runs_on_in_white_space(self) -> None:
-        """In JSON, a hundred characters of white space can come one after the other outside of strings. Models do that: bound it."""
+        """In JSON, a hundred consecutive characters of white space are possible outside of strings. Models get stuck in it: bound it."""
         for spec in self._json_specs():
             for begun in ("", "{", '{"a"', '{"a":', '{"a":1', '{"a":1,'):
                 for space in (" ", "\n", "  ", "\t"):
@@ -477,11 +491,11 @@ class GrammarSuite(Suite):
             require(matcher.accept(token), f"{spec}: {text!r} can't be written byte by byte")
         return matcher
 
-    # ---- what is tried
+    # ---- test cases
 
     @cached_property
     def _cases(self) -> Sequence[Case]:
-        """The cases of the kinds that are declared."""
+        """Cases of the declared kinds."""
         cases = [case for case in CASES if self.declares(case.spec.kind)]
         cases += [case for case, *_ in SYNTAXES.values() if self.declares("grammar") and self._compiles(case.spec)]
         if not cases:
@@ -551,7 +565,7 @@ class GrammarSuite(Suite):
         return all(matcher.accept(token) for token in ids_of(text)) and matcher.accept(min(CONTEXT.stop_ids))
 
     def _require_answers(self, spec: GrammarSpec, follows: Callable[[Any], bool], chance: random.Random) -> None:
-        """Write answers with tokens at random, preferring what ends strings, lists and objects after a while."""
+        """Write answers with random allowed tokens, after a while preferring those that end strings, lists and objects."""
         ended = 0
         for _ in range(ANSWERS):
             text, complete = self._random_answer(spec, chance)

@@ -1,8 +1,8 @@
-"""`KVCacheSuite`: it checks that a KV-cache manager keeps the contract of `dovetail.api.kv_cache`.
+"""`KVCacheSuite`: checks that a KV-cache manager conforms to the contract of `dovetail.api.kv_cache`.
 
-Two kinds of checks. Some make one situation and look at it. The others hold over whole scripts of an engine's acts, drawn at random and the same
-every time, played to the manager by `kv_model`, which keeps a memory of its own; what they say of a failure ends with the shortest script that
-was found to show it. No torch.
+There are two kinds of checks. Some set up one situation and inspect it. The others must hold over whole scripts of engine actions, which are drawn
+at random, the same in every run, and executed by `kv_model`, which has its own model of memory; their error messages end with the shortest failing
+script found. No torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request
 from dovetail.testing.suites.kv_scripts import BLOCK_SIZES, draw_script, draw_shape, shortest
 
-FAR = 1_000  # blocks of a long prefix
-TOKEN_BITS = 31  # of a token id that count
-SCRIPTS = 250  # drawn a manager; of about 30 acts each
+FAR = 1_000  # number of blocks of a long prefix
+TOKEN_BITS = 31  # significant bits of a token id
+SCRIPTS = 250  # per manager; about 30 actions each
 KEYS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", ""), ("a", "", "b"))
 
 FINDS = "a request that had found a prefix"
 SAMPLES = ("a sample", "a sample whose parent had ended", "a sample of a sample")
-HOLDS = {  # ways to hold blocks, and how many of them the first request had committed
+HOLDS = {  # ways to hold blocks -> number of them that the first request had committed
     "a request that had committed all": 2,
     "a request that had committed one block": 1,
     "a request that had committed nothing": 0,
@@ -37,7 +37,7 @@ HOLDS = {  # ways to hold blocks, and how many of them the first request had com
 
 
 class KVCacheSuite(Suite):
-    """The suite of KV-cache managers: blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with and without a window."""
+    """Suite of KV-cache managers: blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with and without a window."""
 
     kind = "kv_cache"
 
@@ -46,60 +46,66 @@ class KVCacheSuite(Suite):
         capabilities: KVCapabilities = self.make(Shape(16, 8).context).capabilities  # options may change them
         return capabilities
 
-    # Whose blocks
+    # Ownership of blocks
 
     @check("kv_cache.private", since="0.1")
     def test_no_request_reads_what_another_wrote(self) -> None:
-        """A request read K and V of other tokens, or of other cache keys, than its own. A block may be written again only when nobody holds it;
-        it may be found again only for the very tokens (all from the first on) and keys that it was written for."""
+        """A request read K and V of other tokens, or of other cache keys, than its own. A block may be overwritten only when no request holds it; it
+        may
+        be found only for exactly the tokens (all from the first on) and keys that it was written for."""
         self._explore("private")
 
     @check("kv_cache.exclusive", since="0.1")
     def test_a_new_block_is_nobodys(self) -> None:
-        """`allocate` or `fork` gave out a block that a table holds already, the same block twice, or one that isn't in the pool. Pin the prefix hit
-        before new blocks are taken, and never evict a block that somebody holds."""
+        """`allocate` or `fork` returned a block that a table holds already, the same block twice, or one outside of the pool. Pin the prefix hit
+        before
+        taking new blocks, and never evict a held block."""
         self._explore("exclusive")
 
     @check("kv_cache.table", since="0.1")
     def test_a_table_has_as_many_blocks_as_its_tokens_need(self) -> None:
-        """After `allocate(request, n)` the table must have exactly ceil(n / block_size) blocks, those of the prefix hit and those trimmed included:
-        a row of the executor holds no more, and fewer leave tokens without a place."""
+        """After `allocate(request, n)` the table must have exactly ceil(n / block_size) blocks, including those of the prefix hit and trimmed ones: a
+        row
+        of the executor has no space for more, and fewer leave tokens without a slot."""
         self._explore("table")
 
     @check("kv_cache.counts", since="0.1")
     def test_free_held_and_cached_are_all(self) -> None:
-        """`counts` must always add up to the pool, `held` be the blocks in tables, and `available_blocks` be free + cached: the step decides by
-        them whom it admits."""
+        """`counts` must always add up to the pool, with `held` the blocks in tables, and `available_blocks` must be free + cached: the step admits
+        requests
+        by these numbers."""
         self._explore("counts")
 
     @check("kv_cache.no_leak", since="0.1")
     def test_when_everybody_has_left_the_whole_pool_can_be_taken(self) -> None:
-        """All requests had ended, and blocks were still held, or a request that needs the whole pool didn't get it. `free` must give back every
-        block of a table, shared, copied and trimmed ones included; `allocate` must take the cached ones when the free ones run out."""
+        """All requests have ended, but blocks are still held, or a request that needs the whole pool doesn't get it. `free` must return every block
+        of a
+        table, including shared, copied and trimmed ones; `allocate` must take cached blocks when free ones run out."""
         self._explore("no_leak")
 
     @check("kv_cache.lawful", since="0.1")
     def test_no_lawful_call_raises(self) -> None:
-        """A call that the contract allows raised: `free` of a request without blocks, `trim` where nothing is to trim, `commit` of what was
-        committed before, an id used again after its request ended, …"""
+        """A valid call raised: `free` of a request without blocks, `trim` with nothing to trim, `commit` of committed tokens, an id reused after its
+        request
+        ended, …"""
         self._explore("lawful")
 
     @check("kv_cache.integrity", since="0.1")
     def test_the_books_are_found_in_order(self) -> None:
-        """`check_integrity` raised after lawful calls: the books contradict themselves, or it takes for wrong what isn't (a block that two tables
-        share, a table that was trimmed)."""
+        """`check_integrity` raised after valid calls: the state is inconsistent, or the check rejects a valid state (a block in two tables, a trimmed
+        table)."""
         self._explore("integrity")
 
     @check("kv_cache.request_untouched", since="0.1")
     def test_requests_are_only_read(self) -> None:
-        """The manager wrote to a request, or changed its tokens. What it wants to know of a request goes in a table of its own,
-        by id, until `free`."""
+        """The manager modified a request or its tokens. Keep per-request state in your own table, by id, until `free`."""
         self._explore("request_untouched")
 
     @check("kv_cache.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
-        """The manager holds on to requests that were freed, or to their ids, so a server's memory grows for ever. Drop in `free` all that you noted
-        of a request, in `lookup` too, also where it holds no blocks."""
+        """The manager keeps requests that were freed, or their ids, so that a server's memory grows forever. In `free`, drop all state of a request,
+        including
+        that from `lookup`, even if it holds no blocks."""
         kv, requests = self._manager(4), [make_request(f"request {index}", range(index, index + 9)) for index in range(4)]
         for request in requests[:-1]:
             kv.lookup(request)
@@ -113,15 +119,17 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.answers", since="0.1")
     def test_answers_are_the_callers(self) -> None:
-        """`Allocation.blocks` wasn't a tuple of ints, or what `take_copies` had returned changed afterwards. Give out values, not the list that you
-        go on writing to."""
+        """`Allocation.blocks` isn't a tuple of ints, or a result of `take_copies` changed afterwards. Return values, not a list that you keep
+        modifying."""
         self._explore("answers")
 
     @check("kv_cache.misuse", since="0.1")
     def test_misuse_is_refused(self) -> None:
-        """`commit`, `uncommit`, `fork` and `trim` of a request that holds no blocks, or that `without` names, `fork` into one that holds some, and
-        `allocate` for fewer tokens than before, or than it was forked with, must raise `DovetailError`, fewer tokens of the same block too: a
-        mistake in the core should be reported where it happens, and not some steps later."""
+        """`commit`, `uncommit`, `fork` and `trim` of a request that holds no blocks, or such a request in `without`, `fork` into one that holds
+        blocks, and
+        `allocate` for fewer tokens than before (also than it was forked with, also within the same block) must raise `DovetailError`: a mistake in
+        the
+        core should be reported where it happens, not some steps later."""
         kv, request = self._manager(4), make_request("r", range(9))
         for name, call in self._calls_with(kv, request).items():
             _refused(call, f"{name} for a request that holds no blocks")
@@ -150,12 +158,13 @@ class KVCacheSuite(Suite):
             calls["fork"] = lambda: kv.fork(request, make_request("child", range(9)), 8)
         return calls
 
-    # What a step is told
+    # Answers to a step
 
     @check("kv_cache.failed_allocate", since="0.1")
     def test_an_allocation_that_fails_changes_nothing(self) -> None:
-        """`allocate` answered None and had changed the counts, or what is found, or then refused fewer tokens, which would fit. See whether the
-        blocks suffice before taking the first, and before noting how many tokens were asked for."""
+        """`allocate` returned None but changed the counts, or what lookups find, or then rejected fewer tokens, which would fit. Check that the
+        blocks suffice
+        before taking the first, and before recording the number of tokens."""
         for block_size in BLOCK_SIZES:
             kv, first, second = self._manager(block_size), make_request("first", range(block_size)), make_request("second", [-1] * 3 * block_size)
             _compute(kv, first)
@@ -171,34 +180,39 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.blocks_needed", since="0.1")
     def test_an_allocation_takes_what_was_foretold(self) -> None:
-        """`allocate` must succeed exactly if `blocks_needed` is at most `available_blocks`, and take exactly so many: a hit on a block that nobody
-        holds counts, since it is available no more; a hit on a held one doesn't."""
+        """`allocate` must succeed exactly if `blocks_needed` is at most `available_blocks`, and take exactly that many: a hit on a cached block
+        counts, since it
+        is no longer available; a hit on a held one doesn't."""
         self._explore("blocks_needed")
 
     @check("kv_cache.blocks_needed_without", since="0.2")
     def test_blocks_needed_without_others_counts_what_freeing_them_gives_back(self) -> None:
-        """`blocks_needed(…, without=others)` must be what `blocks_needed` says once these are freed, less the blocks that freeing them makes
-        available: those that no other table holds, each counted once. A hit on one of these counts again. A step preempts by this number."""
+        """`blocks_needed(…, without=others)` must equal `blocks_needed` after freeing these, minus the blocks that this makes available: those in no
+        other
+        table, each counted once. A hit on one of these counts again. A step preempts by this number."""
         self._explore("blocks_needed_without")
 
     @check("kv_cache.pure", since="0.1")
     def test_questions_change_nothing(self) -> None:
-        """`lookup`, `blocks_needed` and `counts` must change nothing, not even which block is evicted next; and of two managers that are told the
-        same, both must do the same (draw randomness from `context.seed` alone)."""
+        """`lookup`, `blocks_needed` and `counts` must change nothing, not even the order of eviction; and two managers with the same calls must
+        behave the same
+        (draw randomness only from `context.seed`)."""
         self._explore("pure")
 
-    # Finding again
+    # Lookups
 
     @check("kv_cache.hit_length", since="0.1")
     def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(self) -> None:
-        """`lookup` must be a multiple of the block size and less than the request's known tokens: the last one has to be computed, or there
-        would be nothing to sample from."""
+        """`lookup` must be a multiple of the block size and less than the request's known tokens: the last one has to be computed, or there would be
+        nothing
+        to sample from."""
         self._explore("hit_length")
 
     @check("kv_cache.hit", since="0.1")
     def test_only_what_was_committed_is_found(self) -> None:
-        """`lookup` found tokens that nobody had committed under the same `cache_keys` since the last `reset`, or found any for a request that asks
-        for prompt logprobs, or without the capability `reuse`; or `allocate` took another hit than `lookup` had promised."""
+        """`lookup` found tokens that weren't committed under the same `cache_keys` since the last `reset`, or any for a request that asks for prompt
+        logprobs,
+        or without the capability `reuse`; or `allocate` took another hit than `lookup` returned."""
         for block_size in BLOCK_SIZES:
             kv, first, waiting = (
                 self._manager(block_size),
@@ -216,8 +230,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.reuse", since="0.1", capability="reuse")
     def test_a_computed_prompt_is_found_up_to_where_it_differs(self) -> None:
-        """A prompt was computed, nothing was evicted, and a request that begins alike didn't find exactly the full blocks before the first token
-        that differs (before its last known token, if none does), be the other running or ended."""
+        """A prompt was computed, nothing was evicted, and a request with the same beginning, running or after the first ended, didn't find exactly
+        the full
+        blocks before the first differing token (or before its last known token)."""
         for block_size in BLOCK_SIZES:
             for ended in (False, True):
                 kv, tokens = self._manager(block_size), [*range(3 * block_size)]
@@ -243,8 +258,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.same_step", since="0.1", capability="reuse")
     def test_a_prefix_is_shared_within_the_step_that_computes_it(self) -> None:
-        """Blocks committed at one grant must be found by the next request of the same step, and then be held by both: the backend writes the K and V
-        of the whole batch before it attends."""
+        """Blocks committed by one grant must be found by the next request of the same step, and then be held by both: the backend writes the K and V
+        of the
+        whole batch before it attends."""
         for block_size in BLOCK_SIZES:
             kv, prompt = self._manager(block_size), list(range(2 * block_size))
             first, second = make_request("first", prompt), make_request("second", [*prompt, 7])
@@ -257,8 +273,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.generated", since="0.1", capability="reuse")
     def test_generated_tokens_are_found_like_those_of_the_prompt(self) -> None:
-        """A request generated tokens, they were committed, it was freed, and they were not found: by itself (it was preempted and comes back) or by
-        another whose prompt they are (the next turn of a conversation)."""
+        """A request generated tokens, they were committed, it was freed, and they weren't found: by itself (resumed after preemption) or by another
+        with them
+        in its prompt (the next turn of a conversation)."""
         for block_size in BLOCK_SIZES:
             kv, request = self._manager(block_size), make_request("r", range(block_size + 1))
             _compute(kv, request)
@@ -272,7 +289,8 @@ class KVCacheSuite(Suite):
     @check("kv_cache.cache_keys", since="0.1", capability="reuse")
     def test_requests_with_different_cache_keys_share_nothing(self) -> None:
         """The same tokens were found under other `cache_keys` (adapters, salts of tenants who must not see each other), or not under equal ones. The
-        keys are a sequence: ("a", "b") is neither ("b", "a") nor ("ab",) nor ("a", "", "b")."""
+        keys are a
+        sequence: ("a", "b") is neither ("b", "a") nor ("ab",) nor ("a", "", "b")."""
         for keys in KEYS:
             kv = self._manager(4)
             _compute(kv, make_request("first", range(8), keys=keys))
@@ -282,8 +300,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.prompt_logprobs", since="0.1", capability="reuse")
     def test_a_request_for_prompt_logprobs_finds_nothing(self) -> None:
-        """The logprobs of a prompt come of computing all of it: `lookup` must be 0 when `request.params.prompt_logprobs` isn't None (0 is asking,
-        too), and `allocate` must pin nothing."""
+        """Logprobs of a prompt require computing all of it: `lookup` must be 0 if `request.params.prompt_logprobs` isn't None (0 is a request, too),
+        and
+        `allocate` must pin nothing."""
         kv = self._manager(4)
         _compute(kv, make_request("first", range(8)))
         for wanted in (0, 5):
@@ -294,8 +313,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.uncommit", since="0.1", capability="reuse")
     def test_what_is_uncommitted_is_not_found(self) -> None:
-        """Tokens were committed at their grant, the grant was taken back, `uncommit` said so, and they were found; or ones were forgotten that it
-        didn't name, or that another request computed."""
+        """Tokens were committed on grant, the grant was revoked, `uncommit` was called, and they were found; or tokens were dropped that weren't
+        covered, or
+        that another request computed."""
         for block_size in BLOCK_SIZES:
             kv, tokens = self._manager(block_size), list(range(3 * block_size))
             first, second = make_request("first", tokens[: 2 * block_size]), make_request("second", tokens)
@@ -330,8 +350,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.reset", since="0.1", capability="reuse")
     def test_after_a_reset_nothing_old_is_found(self) -> None:
-        """`reset` comes when the weights have changed: no block cached or held before may be found, nor what a request that was running then
-        commits later, since it builds on what is old. Cached blocks become free; what is computed anew is found."""
+        """`reset` means that the weights have changed: no block cached or held before may be found, nor what a request running at that time commits
+        later, since
+        it depends on old values. Cached blocks become free; newly computed ones are found."""
         for block_size in BLOCK_SIZES:
             kv, tokens = self._manager(block_size), list(range(2 * block_size))
             running, ended, other = make_request("running", tokens), make_request("ended", [-1] * block_size), make_request("other", [*tokens, 7])
@@ -397,14 +418,16 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.fork", since="0.1", capability="fork")
     def test_a_fork_shares_the_full_blocks(self) -> None:
-        """The child's table must begin with the parent's full blocks and have one block of its own for the partial one, if there is one; `cached` is
-        the number of tokens. None only if that block is wanted and none is available."""
+        """The child's table must begin with the parent's full blocks and have its own block for a partial one; `cached` is the number of tokens. None
+        only if
+        that block is needed and none is available."""
         self._explore("fork")
 
     @check("kv_cache.fork_copies", since="0.1", capability="fork")
     def test_a_fork_copies_the_partial_block(self) -> None:
-        """The tokens of the partial block weren't in the child's copy of it. `take_copies` must tell each copy once, in the order of the forks, from
-        the parent's block to the child's; the next batch runs them first."""
+        """The tokens of the partial block weren't in the child's copy of it. `take_copies` must return each copy once, in the order of the forks,
+        from the
+        parent's block to the child's; the next batch runs them first."""
         for block_size in BLOCK_SIZES[1:]:
             kv, tokens = self._manager(block_size), [*range(2 * block_size)]
             requests, expected = [make_request("0", tokens)], list[BlockCopy]()
@@ -429,13 +452,14 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.failed_fork", since="0.1", capability="fork")
     def test_a_fork_that_fails_changes_nothing(self) -> None:
-        """`fork` answered None, for want of a block for the copy, and had changed the counts, or what is found. Look for that block first."""
+        """`fork` returned None for lack of a block for the copy, but changed the counts, or what lookups find. Take that block first."""
         self._explore("failed_fork")
 
     @check("kv_cache.trim", since="0.1", capability="trim")
     def test_trim_lets_go_of_the_blocks_wholly_before_the_window(self) -> None:
-        """`trim(request, first)` must let go of exactly the blocks all of whose tokens are before `first`: fewer waste memory, and one more takes
-        away tokens that a layer still looks at. A second call with a smaller `first` gives nothing back, and trims nothing."""
+        """`trim(request, first)` must release exactly the blocks with all tokens before `first`: fewer waste memory, and one more drops tokens that a
+        layer still
+        reads. A second call with a smaller `first` returns nothing, and trims nothing."""
         self._explore("trim")
 
     # Helpers

@@ -1,11 +1,10 @@
-"""`KVWorld`: it drives a KV-cache manager as the engine does, with a memory that remembers which tokens were written where.
+"""`KVWorld`: drives a KV-cache manager like the engine does, with a model of memory that records which tokens were written where.
 
-The model knows nothing of hashes, trees, reference counts or eviction. It keeps, for each slot of each block, the tokens whose K and V were
-written there last, and sees whether whatever a request believes to be computed is what its blocks hold. Beside the manager runs its twin, made
-alike, which is told of every act and asked no question.
+The model has no hashes, trees, reference counts or eviction. For each slot of each block, it keeps the tokens whose K and V were written there last,
+and checks that everything a request believes to be computed is in its blocks. A twin of the manager gets the same actions but no queries.
 
-A script (`kv_scripts`) is a list of acts, each (method of `KVWorld`, arguments); an act that makes no sense where it stands does nothing, so that
-any list is a lawful plan.
+A script (`kv_scripts`) is a list of actions, each (method of `KVWorld`, arguments); an action that is impossible in the current state is a no-op, so
+that any list is a valid script.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from dovetail.sampling_params import SamplingParams
 from dovetail.testing.checks import CheckFailed
 
 Act = tuple[str, tuple[Any, ...]]
-Content = tuple[tuple[str, ...], tuple[int, ...]]  # content of a slot: cache keys, and all tokens up to this one
+Content = tuple[tuple[str, ...], tuple[int, ...]]  # content of a slot: cache keys, and all tokens up to it
 
 
 class Broken(CheckFailed):
-    """A manager broke a claim in this script."""
+    """A manager violated a claim in this script."""
 
     def __init__(self, message: str, claim: str, shape: Shape, script: Sequence[Act]) -> None:
         super().__init__(message)
@@ -34,19 +33,19 @@ class Broken(CheckFailed):
 
 
 class Ended(Exception):
-    """A claim of `FATAL` was broken that isn't watched: the script can't go on."""
+    """A claim in `FATAL` that isn't watched was violated: the script can't continue."""
 
 
-READ_ONLY = (  # of a request
+READ_ONLY = (  # attributes of a request
     *("id", "prompt_tokens", "max_tokens", "cache_keys", "num_computed", "blocks", "cached_tokens", "priority", "client", "params"),
     *("arrival_time", "deadline", "ttft_deadline", "tbt_s", "predicted_tokens", "parent", "stop_ids"),
 )
-FATAL = ("lawful", "table", "hit_length", "exclusive", "counts", "integrity")  # the books are wrong: what follows means nothing, or never ends
+FATAL = ("lawful", "table", "hit_length", "exclusive", "counts", "integrity")  # the state is inconsistent: the rest is meaningless, or may not end
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a pool."""
+    """Shape of a pool."""
 
     block_size: int
     num_blocks: int
@@ -69,7 +68,7 @@ def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
 
 @dataclass(eq=False)
 class Row:
-    """The model's state of a request: all its tokens (the last perhaps unknown to the manager), its table, and the tokens computed or planned."""
+    """The model's state of a request: all its tokens (the last may be unknown to the manager), its table, and the tokens computed or planned."""
 
     request: LiveRequest
     tokens: list[int]
@@ -78,16 +77,16 @@ class Row:
     prefill_end: int = 0  # tokens known when it was admitted
     planned_from: int | None = None  # computed before this step's grant
     admitted_now: bool = False
-    copied: range = range(0)  # positions in a block that a fork has copied, until the copy is seen to be right
+    copied: range = range(0)  # positions in a block copied by a fork, until the copy is verified
     trimmed: int = 0  # blocks
-    disowned: bool = False  # by a reset: it builds on what was forgotten
+    disowned: bool = False  # by a reset: it depends on dropped values
 
     def __post_init__(self) -> None:
         self.given = {name: copy.deepcopy(getattr(self.request, name)) for name in READ_ONLY}  # before the manager saw it
 
     @property
     def settled(self) -> int:
-        """Number of tokens written by steps submitted before."""
+        """Number of tokens written by earlier steps."""
         return self.computed if self.planned_from is None else self.planned_from
 
     @property
@@ -99,7 +98,7 @@ class Row:
 
 
 class KVWorld:
-    """A manager, its requests and its memory. `watch`: the claim whose breach is raised; None: the first breach of each claim is noted."""
+    """A manager, its requests and its memory. `watch`: claim whose violation is raised; None: record the first violation of each claim."""
 
     def __init__(self, make: Callable[[KVContext], KVCacheManager], shape: Shape, watch: str | None = None) -> None:
         self.kv, self.twin, self.shape, self.watch = make(shape.context), make(shape.context), shape, watch
@@ -107,13 +106,13 @@ class KVWorld:
         self.breaches: dict[str, Broken] = {}  # by claim
         self.block_size, self.num_blocks, self.window = shape.block_size, shape.num_blocks, shape.window
         self.memory: dict[tuple[int, int], Content] = {}  # (block, offset) -> content written last
-        self.committed: set[Content] = set()  # the last token of each full block, unless forgotten since
-        self.nothing_lost = True  # False once a block may have been evicted, or a prefix interrupted: then less may be found
+        self.committed: set[Content] = set()  # last token of each full block, unless dropped since
+        self.nothing_lost = True  # False once a block may have been evicted, or a prefix interrupted: then lookups may find less
         self.live: list[Row] = []
         self.hogs = self.looks = 0
-        self.copies: list[tuple[Sequence[BlockCopy], tuple[BlockCopy, ...]]] = []  # what `take_copies` returned, and what that was then
+        self.copies: list[tuple[Sequence[BlockCopy], tuple[BlockCopy, ...]]] = []  # results of `take_copies`, and their values then
         self.probe = make_request("probe", [98])
-        self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: one comes back once its request has ended
+        self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: reused once their request has ended
 
     def run(self, script: Sequence[Act]) -> None:
         """Run a script. Raises `Broken` if it breaks the watched claim."""
@@ -150,7 +149,7 @@ class KVWorld:
     # … are planned …
 
     def grant(self, who: int, chunk: int, spare: int) -> None:
-        """Allocate blocks for the next `chunk` tokens and `spare` more, and commit these tokens."""
+        """Allocate blocks for the next `chunk` tokens plus `spare` more, and commit these tokens."""
         row = self._row(who)
         if row is None or row.planned_from is not None or (not row.table and len(row.tokens) > row.request.num_tokens):
             return
@@ -215,7 +214,7 @@ class KVWorld:
             self._release(granted[-1])
 
     def take_back_last_granted(self) -> None:
-        """Take a grant back; the request keeps its blocks."""
+        """Revoke a grant; the request keeps its blocks."""
         granted = [row for row in self.live if row.planned_from is not None]
         if granted:
             self._take_back(granted[-1])
@@ -289,14 +288,14 @@ class KVWorld:
     # Calls of the manager
 
     def _tell(self, method: str, *arguments: Any) -> Any:
-        """Call a method of both managers, which must answer alike."""
+        """Call a method of both managers, whose results must be equal."""
         answers = [self._lawful(manager, method, *arguments) for manager in (self.kv, self.twin)]
         if answers[0] != answers[1]:
             self._broken("pure", f"{method}{arguments} answered {answers[0]}, and {answers[1]} where no question had been asked before")
         return answers[0]
 
     def _ask(self, question: str, *arguments: Any) -> Any:
-        """Ask one of the two managers, twice."""
+        """Query one of the two managers, twice."""
         answers = [self._lawful(self.kv, question, *arguments) for _ in range(2)]
         if answers[0] != answers[1]:
             self._broken("pure", f"{question}{arguments} answered {answers[0]}, and {answers[1]} when asked again")
@@ -358,7 +357,7 @@ class KVWorld:
         return True
 
     def _append(self, row: Row, blocks: Sequence[int], *, shared: int, tokens: int) -> None:
-        """Append blocks to its table: the first `shared` are others' too, the rest new."""
+        """Append blocks to its table: the first `shared` are shared with others, the rest are new."""
         self._hold("answers", type(blocks) is tuple and all(type(block) is int for block in blocks), f"the blocks of an allocation are {blocks!r}")
         new, held, own = list(blocks[shared:]), self._held(), blocks if row.table else blocks[row.trimmed :]
         told = f"{row.request} was given blocks {list(blocks)} of {self.num_blocks}, of which {new} are new, while {sorted(held)} are held"
@@ -377,7 +376,7 @@ class KVWorld:
             self.committed |= {row.content(end - 1) for end in range(self.block_size, known + 1, self.block_size)}
 
     def _release(self, row: Row) -> None:
-        """Release its blocks, after taking back its grant."""
+        """Release its blocks, after revoking its grant."""
         if not row.table:
             return
         self._take_back(row)
@@ -389,7 +388,7 @@ class KVWorld:
         row.table, row.computed, row.trimmed, row.admitted_now, row.copied, row.disowned = [], 0, 0, False, range(0), False
 
     def _take_back(self, row: Row) -> None:
-        """Take back its grant, if it has one; release requests admitted in this step that share tokens which it would have written in it."""
+        """Revoke its grant, if any; release requests admitted in this step that share tokens which it would have written."""
         if row.planned_from is None:
             return
         certain = row.planned_from // self.block_size
@@ -402,7 +401,7 @@ class KVWorld:
             if other is not row and other.admitted_now and shares:
                 self._release(other)
 
-    # What must hold
+    # Invariants
 
     def _check_books(self) -> None:
         counts, held = self._ask("counts"), len(self._held())

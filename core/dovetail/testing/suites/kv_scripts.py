@@ -1,4 +1,4 @@
-"""Scripts for `kv_model`: drawn at random, the same from the same seed; and shortened, when one has shown a breach."""
+"""Scripts for `kv_model`: drawn at random from a seed, and shortened after a violation."""
 
 from __future__ import annotations
 

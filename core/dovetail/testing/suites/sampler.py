@@ -1,7 +1,8 @@
-"""`SamplerSuite`: it checks that a sampler keeps the contract of `dovetail.api.sampler`.
+"""`SamplerSuite`: checks that a sampler conforms to the contract of `dovetail.api.sampler`.
 
-What is left to choose from is compared exactly with an oracle (`sampler_oracle`); how often each token comes, by a chi-square test for each filter
-alone (a joint test hides an off-by-one), at a level of 1e-5.
+The set of possible tokens is compared exactly with an oracle (`sampler_oracle`); their frequencies, by a chi-square test for each filter separately
+(a
+joint test hides an off-by-one), at a level of 1e-5.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from dovetail.testing.suites.sampler_rows import SORTS, VOCAB, mixed_rows
 from dovetail.testing.suites.sampler_rules import SamplerRules
 from dovetail.testing.suites.sampler_subject import ALPHA, SUPPORT_DRAWS, near, said
 
-MANY_DRAWS = 20_000  # for one that tells temperatures apart
-HALF = [float(np.log(300)), *[0.0] * 300]  # one token as likely as all others together: no logits of this size tell temperatures apart as well
-SLOPE = [(7 * token % 20) / -10 for token in range(20)]  # each token likely enough to be seen in a thousand draws, no two alike
-FAR_OFF = (0.004, 0.04, 30.0)  # temperatures that few ask for
+MANY_DRAWS = 20_000  # for a test that distinguishes temperatures
+HALF = [float(np.log(300)), *[0.0] * 300]  # one token as likely as all others together: the most sensitive to temperature at this size
+SLOPE = [(7 * token % 20) / -10 for token in range(20)]  # each token likely enough to occur in a thousand draws, all different
+FAR_OFF = (0.004, 0.04, 30.0)  # unusual temperatures
 GENTLE = [token / -1000 for token in range(400)]
-NEAR = 1e-4  # to where a filter ends: more than float32's error, less than that of half precision
+NEAR = 1e-4  # distance from a filter's limit: more than float32's error, less than that of half precision
 LARGEST_VOCAB = 2**17 + 2**14
 ASKED = (0, 1, 3, 100)  # logprobs
 
 
 class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
-    """The suite of samplers: what they sample, and its log-probabilities."""
+    """Suite of samplers: sampled tokens and log-probabilities."""
 
     @check("sampler.output", since="0.1")
     def test_output(self) -> None:
-        """`sample` returns ids of the vocabulary as int64 [n], on the logits' device, in the order of `rows`; of no rows, none."""
+        """`sample` returns ids of the vocabulary as int64 [n], on the logits' device, in the order of `rows`; for no rows, none."""
         bench = self.bench([Row(np.eye(9)[i].tolist(), RowSampling(temperature=0.0)) for i in range(9)], places=[5, 0, 8, 1, 7, 2, 6, 3, 4])
         for some in ([8, 2, 3], [], list(range(9))):
             ids = bench.sample(some).token_ids
@@ -45,8 +46,8 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.greedy", since="0.1")
     def test_greedy(self) -> None:
-        """Temperature 0 takes the largest logit, whatever the seed; so does every filter that leaves one token (top_k=1, a tiny top_p, a
-        temperature next to 0)."""
+        """Temperature 0 takes the largest logit for any seed; so does every filter that leaves one token (top_k=1, a tiny top_p, a temperature near
+        0)."""
         for sampling in (RowSampling(temperature=0.0), RowSampling(top_k=1), RowSampling(top_p=1e-9), RowSampling(temperature=1e-30)):
             rows = [Row(np.random.default_rng(s).permutation(300).astype(float).tolist(), replace(sampling, seed=s)) for s in range(30)]
             wrong = [seed for seed, (row, token) in enumerate(zip(rows, self.bench(rows).tokens(), strict=True)) if token != np.argmax(row.logits)]
@@ -54,8 +55,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.ties", since="0.1")
     def test_ties(self) -> None:
-        """Equal logits are told apart by id, the lowest first: in greedy rows, and at the end of what top-k and top-p keep. A result that depends
-        on the order in which threads finish can't be repeated."""
+        """Ties are broken by the lowest id: in greedy rows, and at the end of what top-k and top-p keep. A result that depends on the order in which
+        threads
+        finish isn't reproducible."""
         tied = [0.0, 7.0, 3.0, 7.0, 7.0]
         for sampling in (RowSampling(temperature=0.0), RowSampling(top_k=1), RowSampling(top_p=0.01)):
             tokens = self.bench([Row(tied, replace(sampling, seed=seed)) for seed in range(20)]).tokens()
@@ -65,8 +67,8 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.temperature", since="0.1")
     def test_temperature(self) -> None:
-        """Logits are divided by the temperature, however small or large it is: only 0 is greedy. Power: one that is wrong by 5 % is missed less than
-        once in 10^9 (noncentral chi-square, 300 degrees of freedom)."""
+        """Logits are divided by the temperature, however small or large: only 0 is greedy. Power: an error of 5 % is missed less than once in 10^9
+        (noncentral chi-square, 300 degrees of freedom)."""
         for temperature in (0.7, 2.0):
             self.assert_drawn_in_proportion(RowSampling(temperature=temperature), [x * temperature for x in HALF], MANY_DRAWS)
         for temperature in FAR_OFF:
@@ -74,8 +76,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.top_k", since="0.1")
     def test_top_k(self) -> None:
-        """Exactly k tokens are left, the likeliest; 0, or more than there are, leaves all. Power: one token more or less is always seen, since each
-        comes in 2 % of 1,000 draws and more."""
+        """Exactly the k most likely tokens are left; 0, or more than there are, leaves all. Power: one token more or less is always detected, since
+        each occurs
+        in at least 2 % of 1,000 draws."""
         for k in (0, 1, 2, 8, 19, 20, 50):
             self.assert_support(SLOPE, RowSampling(top_k=k))
         self.assert_support(GENTLE, RowSampling(top_k=300), 6_000)
@@ -87,8 +90,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.top_p", since="0.1")
     def test_top_p(self) -> None:
-        """The fewest tokens, likeliest first, whose probability reaches p: the one that crosses p stays. 1 leaves all. Sum in float32, and don't
-        round p. Power: one token more or less is always seen, as for top-k."""
+        """The fewest most likely tokens with a total probability of at least p are kept, including the one that crosses p. 1 keeps all. Sum in
+        float32, and
+        don't round p. Power: one token more or less is always detected, as for top-k."""
         reached = np.sort(distribution(SLOPE, RowSampling()))[::-1].cumsum()[[0, 6, 13]]
         for p in (0.01, 0.3, 0.5, 0.8, 0.95, 1.0, *(reached - NEAR), *(reached + NEAR)):
             self.assert_support(SLOPE, RowSampling(top_p=float(p)))
@@ -97,8 +101,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.min_p", since="0.1")
     def test_min_p(self) -> None:
-        """Tokens stay that are at least p times as likely as the likeliest one (not: as likely as p). 0 leaves all, 1 the likeliest and its
-        equals. Power: one token more or less is always seen, as for top-k."""
+        """Tokens at least p times as likely as the most likely one are kept (not: with a probability of p). 0 keeps all, 1 the most likely and its
+        ties. Power:
+        one token more or less is always detected, as for top-k."""
         shares = np.exp([-0.3, -0.8, -1.4])  # of tokens of SLOPE
         for p in (0.0, 0.15, 0.5, 0.85, *(shares - NEAR), *(shares + NEAR)):
             self.assert_support(SLOPE, RowSampling(min_p=float(p)))
@@ -107,8 +112,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.filter_order", since="0.1")
     def test_filter_order(self) -> None:
-        """First temperature, then top-k, top-p and min-p, each over what the one before left: top-p counts shares of the tokens that top-k kept.
-        Power: in each case another order leaves another set of tokens, which is always seen."""
+        """First temperature, then top-k, top-p and min-p, each over what the previous one kept: top-p uses probabilities among the tokens that top-k
+        kept.
+        Power: in each case another order keeps another set of tokens, which is always detected."""
         for sampling in (
             RowSampling(temperature=2.0, top_p=0.6),
             RowSampling(temperature=0.5, top_p=0.6),
@@ -121,9 +127,11 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.large_vocabulary", since="0.1")
     def test_large_vocabulary(self) -> None:
-        """50,000 tokens in five classes of equal logits come in proportion. They win by the smallest of many random numbers, which must be exact
-        where they are small, and each id's own. Power: noise of 11 bits (half precision), whose ties shut out the rarer classes, is always seen, and
-        so is noise that begins again after 2^16 ids; after 2^17, but once in 10^6."""
+        """50,000 tokens in five classes of equal logits occur in proportion. They win by the smallest of many random numbers, which must be exact
+        where they are
+        small, and independent between ids. Power: noise of 11 bits (half precision), whose ties exclude the rarer classes, is always detected, and so
+        is noise
+        that repeats after 2^16 ids; after 2^17, except once in 10^6."""
         classes = np.arange(50_000) % 5
         logits = classes * -1.0
         counts = self.draws(logits.tolist(), RowSampling(), 2_000, seeds=50)
@@ -139,8 +147,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.extremes", since="0.1")
     def test_extremes(self) -> None:
-        """Logits of -inf never win against others, +inf always does, no temperature makes NaN, and a row of nothing but -inf or NaN gets some id of
-        the vocabulary and harms no other row."""
+        """Logits of -inf never win against others, +inf always does, no temperature produces NaN, and a row of only -inf or NaN gets some id of the
+        vocabulary
+        and affects no other row."""
         for temperature in (1e-45, 1e-20, 1e30, 1e300):
             came = set(self.bench([Row([0.0, 5.0, -np.inf, 4.0], RowSampling(temperature=temperature, seed=s)) for s in range(64)]).tokens())
             may = {1} if temperature < 1 else {0, 1, 3}
@@ -158,7 +167,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.dtypes", since="0.1")
     def test_dtypes(self) -> None:
-        """Logits may come in any float dtype, and are sampled as the float32 numbers that they are."""
+        """Logits of any float dtype are sampled as their exact float32 values."""
         generator = torch.Generator().manual_seed(0)
         for dtype in (torch.bfloat16, torch.float16):
             steps = torch.stack([torch.randperm(64, generator=generator) for _ in range(32)])
@@ -171,8 +180,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.logprobs", since="0.1", capability="logprobs")
     def test_logprobs(self) -> None:
-        """Log-probabilities are of the raw distribution, before temperature, filters, rules and penalties. Column 0 is the sampled token, then come
-        the k likeliest, best first; its rank is 1 if none is likelier."""
+        """Log-probabilities are of the unmodified distribution, before temperature, filters, rules and penalties. Column 0 is the sampled token,
+        followed by the
+        k most likely, best first; its rank is 1 if none is more likely."""
         generator = np.random.default_rng(7)
         rows = [
             Row(generator.normal(size=VOCAB).tolist(), replace(s, logprobs=ASKED[i % 4], temperature=0.5 * s.temperature), (1,), (2, 3))
@@ -199,7 +209,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.logprobs_harmless", since="0.1", capability="logprobs")
     def test_logprobs_harmless(self) -> None:
-        """Asking for logprobs changes no token, and one row that asks changes none of the others."""
+        """Requesting logprobs doesn't change tokens, neither the row's own nor those of others."""
         rows = mixed_rows()
         asked = [replace(row, sampling=replace(row.sampling, logprobs=5 if index % 3 else None)) for index, row in enumerate(rows)]
         without, with_them = self.bench(rows).tokens(), self.bench(asked).tokens()

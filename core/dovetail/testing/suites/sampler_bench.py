@@ -1,4 +1,4 @@
-"""Rows to sample from: a history, parameters, and a sampler that knows them; through the interface alone."""
+"""Rows to sample from: a history, parameters, and a sampler; uses only the interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, Sampler, SamplerContext
 
 MakeSampler = Callable[[SamplerContext], Sampler]
-STALE = 7  # what the history holds behind a row's tokens
+STALE = 7  # content of the history after a row's tokens
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Row:
 
 
 class Bench:
-    """A sampler that knows `rows`, each at its place in the history (0, 1, … if not given)."""
+    """A sampler with `rows`, each at its index in the history (0, 1, … if not given)."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Bench:
         self.rows, self.host_rows = torch.tensor(self.places, device=device), np.array(self.places, dtype=np.int32)
 
     def tell(self, place: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """The history's row `place` holds these tokens from now on."""
+        """Set the tokens of the history's row `place`."""
         tokens = [*prompt, *output]
         self.history.token_ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.history.num_tokens[place], self.history.prompt_lens[place] = len(tokens), len(prompt)
@@ -89,7 +89,7 @@ def draws(
     make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, output: tuple[int, ...] = (), device: str
 ) -> NDArray[np.int64]:
     """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions, after the prompt 0 and `output`.
-    What was generated from there on is taken to have been token 0."""
+    Tokens generated from there on are assumed to be 0."""
     positions = max(1, count // seeds)
     rows = [Row(logits, replace(sampling, seed=seed), (0,), (*output, *(0,) * positions)) for seed in range(seeds)]
     bench = Bench(make, rows, device=device)

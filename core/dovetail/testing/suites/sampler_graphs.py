@@ -1,4 +1,4 @@
-"""`SamplerGraphs`: the checks of sampling in a way that CUDA graphs can record."""
+"""`SamplerGraphs`: checks of sampling in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from dovetail.testing.suites.sampler_subject import SamplerSubject, near, said
 
 
 class SamplerGraphs(SamplerSubject):
-    """Checks that the captured ways of sampling give what `sample` gives."""
+    """Checks that captured sampling returns the same as `sample`."""
 
     @check("sampler.captured", since="0.1", capability="cuda_graph")
     def test_captured(self) -> None:
-        """`sample_captured` gives the tokens of `sample` where `capturable` says yes, and rows that are padding (`max_rows`) get some id of the
-        vocabulary and change nothing."""
+        """`sample_captured` returns the tokens of `sample` if `capturable` is True, and padding rows (`max_rows`) get some id of the vocabulary and
+        change
+        nothing."""
         bench = self.bench(mixed_rows())
         places = [place for place in bench.places if bench.sampler.capturable(np.array([place]))]
         require(places, "capturable() said no to every row, plain ones too")
@@ -34,8 +35,9 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.capturable", since="0.1", capability="cuda_graph")
     def test_capturable(self) -> None:
-        """`capturable` says no to rows of which `sample_captured` would leave something out: logprobs, rules or penalties that it doesn't do. One
-        such row among others is enough."""
+        """`capturable` returns False for rows that `sample_captured` doesn't fully support: logprobs, rules or penalties. One such row among others
+        is
+        enough."""
         more: tuple[dict[str, Any], ...] = (
             {"logit_bias": ((0, 9.0),)},
             {"bad_words": ((1,),)},
@@ -55,7 +57,7 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.graph", since="0.1", capability="cuda_graph")
     def test_graph(self) -> None:
-        """A captured graph replays for other rows and other requests: parameters are read where `update` put them, at the same addresses."""
+        """A captured graph replays for other rows and requests: parameters are read where `update` stored them, at the same addresses."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
         rows = [row for row in mixed_rows() if self.bench([row]).sampler.capturable(np.array([0]))]
@@ -73,9 +75,9 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
     def test_fully_captured(self) -> None:
-        """`sample_fully_captured` gives all that `sample` does where `fully_capturable` says yes: the tokens, and the log-probabilities of each row
-        that asks for some, at least as many columns as it asks for. Rows that are padding (`max_rows`) get some id of the vocabulary and change
-        nothing."""
+        """`sample_fully_captured` returns all that `sample` does if `fully_capturable` is True: tokens, and the log-probabilities of each row that
+        requests
+        them, with at least as many columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change nothing."""
         bench, rows = self.fully_capturable([row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)])
         expected, captured = bench.sample(), bench.fully_captured()
         _require_same(rows, captured, expected)
@@ -86,8 +88,9 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.full_graph", since="0.1", capability="cuda_graph_full")
     def test_full_graph(self) -> None:
-        """A graph of `sample_fully_captured` replays for other requests too: rules, penalties, and how many log-probabilities they ask for, are read
-        where `update` put them, at the same addresses."""
+        """A graph of `sample_fully_captured` also replays for other requests: rules, penalties, and the number of log-probabilities are read where
+        `update`
+        stored them, at the same addresses."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph_full", f"the suite runs on {self.place}")
         bench, rows = self.fully_capturable(_asking(mixed_rows(), 2))
@@ -116,7 +119,7 @@ def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:
 
 
 def _require_same(rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = "") -> None:
-    """Require the same token of each row, and as many equal log-probabilities as the row asks for."""
+    """Require the same token of each row, and equal log-probabilities, as many as the row requests."""
     tokens, expected = captured.token_ids[: len(rows)].tolist(), sampled.token_ids.tolist()
     require(tokens == expected, f"{when}sample() gave {expected}, sample_fully_captured() {tokens}")
     for place, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""The oracle of a sampler: one row, float64, plain loops; and the test of counts against probabilities.
+"""Oracle of samplers: one row, float64, plain loops; and the test of counts against probabilities.
 
 Shares no code with any sampler.
 """
@@ -17,7 +17,7 @@ from dovetail.api.sampler import RowSampling
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 NEVER = -math.inf
-RARE = 5  # counts expected below this are taken together: the test's approximation needs as many (Cochran, Biometrics 10, 1954)
+RARE = 5  # smaller expected counts are merged: the test's approximation requires this minimum (Cochran, Biometrics 10, 1954)
 
 
 def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int], output: Sequence[int]) -> Float64:
@@ -48,7 +48,7 @@ def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Seque
 def distribution(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int] = (0,), output: Sequence[int] = ()) -> Float64:
     """Return the probability of each token. Of equal logits the lower ids come first."""
     values = changed_logits(logits, sampling, prompt, output)
-    order = sorted(range(len(values)), key=lambda token: (-values[token], token))  # likeliest first
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))  # most likely first
     if sampling.temperature == 0:
         return _normalised(len(values), {order[0]: 1.0})
     weights = {token: math.exp((values[token] - values[order[0]]) / sampling.temperature) for token in order}

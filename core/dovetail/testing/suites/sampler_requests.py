@@ -1,4 +1,4 @@
-"""`SamplerRequests`: the checks of seeds, rows and batches: a request's tokens are its own."""
+"""`SamplerRequests`: checks of seeds, rows and batches: a request's tokens depend only on the request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.seed", since="0.1")
     def test_seed(self) -> None:
-        """The same seed gives the same tokens, other seeds and other output positions give others; the prompt's length has no part in it. All 64 bits
+        """The same seed gives the same tokens; other seeds and output positions give others; the prompt's length doesn't matter. All 64 bits
         count."""
         flat = [0.0] * 1000
         seeds = [*range(40), *(SOME_SEED ^ 1 << bit for bit in range(64)), SOME_SEED]
@@ -59,13 +59,13 @@ class SamplerRequests(SamplerSubject):
         require(len(self.bench([Row(flat, RowSampling(seed=s)) for s in (-(2**63), 2**64 - 1)]).tokens()) == 2, "seeds of 64 bits")
 
     def streams(self, seeds: Sequence[int]) -> list[tuple[int, ...]]:
-        """The first three tokens of each, of 1,000 that are equally likely."""
+        """Return the first three tokens of each seed, out of 1,000 equally likely ones."""
         steps = [self.bench([Row([0.0] * 1000, RowSampling(seed=seed), output=(0,) * n) for seed in seeds]).tokens() for n in range(3)]
         return list(zip(*steps, strict=True))
 
     @check("sampler.row", since="0.1")
     def test_row(self) -> None:
-        """A request's tokens don't depend on the row that it has: noise is a function of seed, output position and vocabulary id alone."""
+        """A request's tokens don't depend on its row: noise is a function of seed, output position and vocabulary id only."""
         rows = mixed_rows()
         here, there = self.bench(rows).tokens(), self.bench(rows, places=np.random.default_rng(1).permutation(60)[: len(rows)].tolist()).tokens()
         changed = [said(row.sampling) for row, a, b in zip(rows, here, there, strict=True) if a != b]
@@ -73,7 +73,7 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.batch", since="0.1")
     def test_batch(self) -> None:
-        """A request's tokens don't depend on what shares its batch: how many rows, which, in what order."""
+        """A request's tokens don't depend on its batch: the number, content or order of other rows."""
         rows = mixed_rows()
         bench = self.bench(rows)
         together = bench.tokens()
@@ -88,8 +88,9 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.preemption", since="0.1")
     def test_preemption(self) -> None:
-        """A request that was preempted comes back in another row, its output part of the history that is rebuilt, and goes on with the same
-        tokens: a sampler keeps nothing of a request but its parameters."""
+        """A preempted request returns in another row, with its output in the rebuilt history, and continues with the same tokens: a sampler keeps
+        nothing of a
+        request except its parameters."""
         logits = np.random.default_rng(0).normal(size=64).tolist()
         sampling = RowSampling(seed=11, frequency_penalty=0.5, bad_words=((3, 4),))
         runs = [self.run_on(logits, sampling, preempted) for preempted in (None, 4, 9)]
@@ -97,7 +98,7 @@ class SamplerRequests(SamplerSubject):
         require(len(set(runs[0])) > 3, f"12 tokens of one request are nearly all the same: {runs[0]}")
 
     def run_on(self, logits: list[float], sampling: RowSampling, preempted_after: int | None) -> list[int]:
-        """12 tokens of one request, which is in row 0 until it is preempted, then in row 5."""
+        """Return 12 tokens of one request, in row 0 until it is preempted, then in row 5."""
         neighbour, prompt = Row(logits, RowSampling(seed=2), prompt=(0,) * 30), (1, 2)
         bench = self.bench([Row(logits, sampling, prompt), *[neighbour] * 6])
         place = 0
@@ -114,8 +115,7 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The history, `rows` or `host_rows` was changed. The executor writes the history, after it has been told what was sampled; only logits may
-        be overwritten."""
+        """The history, `rows` or `host_rows` was modified. The executor writes the history, after sampling; only logits may be overwritten."""
         bench = self.bench(mixed_rows())
         given = {name: getattr(bench.history, name) for name in ("token_ids", "num_tokens", "prompt_lens")}
         given |= {"rows": bench.rows, "host_rows": torch.from_numpy(bench.host_rows)}
@@ -126,8 +126,9 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.reused_rows", since="0.1")
     def test_reused_rows(self) -> None:
-        """A row that is given to another request, even in the same `update`, keeps nothing of the one before: no penalty, no ban, no logprobs, no
-        seed. A row in both `removed` and `added` has the new one's parameters: rows are forgotten first."""
+        """A row given to another request, even in the same `update`, keeps nothing of the previous one: no penalty, ban, logprobs or seed. A row in
+        both
+        `removed` and `added` has the new request's parameters: removals come first."""
         logits = [0.0, 1.0, 2.0, 1.5]
         full = RowSampling(
             temperature=0.0, bad_words=((2,),), repetition_penalty=4.0, logit_bias=((0, 9.0),), allowed_token_ids=(0, 1), logprobs=1, min_tokens=9
@@ -150,9 +151,10 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.extra_args", since="0.1", capability="extra_args")
     def test_extra_args(self) -> None:
-        """A nonsensical value of a key in `extra_args` was taken: by `update` or `sample`, which raised, or without effect. Validate it on arrival:
-        name a pydantic model in `SamplerCapabilities.extra_args_model`, with a strict type and a range for each key. What it refuses is told
-        to the client; whatever it takes must be sampled, and must change no other row's tokens."""
+        """An invalid value of a key in `extra_args` was accepted by `update` or `sample`, which raised, or silently. Validate it on arrival: set
+        `SamplerCapabilities.extra_args_model` to a pydantic model, with a strict type and a range for each key. Clients see its errors; any value
+        that it
+        accepts must be sampled, and must not change other rows' tokens."""
         model, fine = self.capabilities.extra_args_model, Row([0.0] * 50, RowSampling(seed=3))
         (alone,) = self.bench([fine]).tokens()
         for key in self.capabilities.extra_args:

@@ -1,4 +1,4 @@
-"""Rows that put a sampler to the test: of all sorts, so that they meet in a batch, and greedy ones with rules."""
+"""Rows for testing samplers: all kinds, mixed in a batch, and greedy ones with rules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.suites.sampler_bench import Row
 
-VOCAB = 1024  # of mixed rows: enough for a sampler to take its ways for large vocabularies
-SMALL = 12  # of rows with rules, so that these meet
+VOCAB = 1024  # of mixed rows: large enough for a sampler's code for large vocabularies
+SMALL = 12  # of rows with rules, so that rules overlap
 MANY = 3_000  # of rows with rules that name half of it
 LONG = 600  # tokens of some histories
 

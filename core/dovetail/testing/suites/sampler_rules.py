@@ -1,4 +1,4 @@
-"""`SamplerRules`: the checks of rules and penalties."""
+"""`SamplerRules`: checks of rules and penalties."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dovetail.testing.suites.sampler_oracle import distribution, p_value
 from dovetail.testing.suites.sampler_rows import LONG, MANY, SMALL, random_rows, rows_of_many, some_tokens
 from dovetail.testing.suites.sampler_subject import ALPHA, DRAWS, SamplerSubject, said
 
-MIXED = [(7 * token % 20) / 10 - 1 for token in range(20)]  # positive and negative, no two alike
+MIXED = [(7 * token % 20) / 10 - 1 for token in range(20)]  # positive and negative, all different
 
 
 class SamplerRules(SamplerSubject):
@@ -25,7 +25,7 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.allowed_token_ids", since="0.1")
     def test_allowed_token_ids(self) -> None:
-        """Only these come, also when the model gives them -inf; ids beyond the vocabulary are passed over."""
+        """Only these are sampled, even if the model gives them -inf; ids beyond the vocabulary are ignored."""
         self.assert_greedy(random_rows(lambda rng: {"allowed_token_ids": tuple(some_tokens(rng, 5)) or (3,)}))
         self.assert_greedy(rows_of_many(lambda tokens: {"allowed_token_ids": tuple(t for t in tokens if t < MANY // 2)}))
         excluded = [0.0, -np.inf, -np.inf, 0.0]
@@ -35,8 +35,9 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.bad_words", since="0.1")
     def test_bad_words(self) -> None:
-        """The last token of a bad word doesn't come after its others, wherever these stand: in the prompt, the output or across. Half a word bans
-        nothing, and neither does one longer than the history."""
+        """The last token of a bad word isn't sampled after the others, wherever these are: in the prompt, the output or across both. A partial match
+        bans nothing,
+        and neither does a bad word longer than the history."""
         self.assert_greedy(random_rows(lambda rng: {"bad_words": tuple(tuple(some_tokens(rng, 3)) or (5,) for _ in range(4))}))
         self.assert_greedy(rows_of_many(lambda tokens: {"bad_words": tuple((t,) for t in tokens if t > MANY // 2)}))
         wants_3, word = [0.0, 1.0, 0.0, 9.0], RowSampling(temperature=0.0, bad_words=((1, 2, 3),))
@@ -50,7 +51,7 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.min_tokens", since="0.1")
     def test_min_tokens(self) -> None:
-        """Stop tokens don't come before `min_tokens` are generated (the prompt doesn't count), and may come from then on."""
+        """Stop tokens aren't sampled before `min_tokens` are generated (the prompt doesn't count), and may be sampled afterwards."""
         self.assert_greedy(
             random_rows(lambda rng: {"min_tokens": int(rng.choice([0, 1, 2, 3, 4, 40, LONG + 1])), "stop_token_ids": tuple(some_tokens(rng, 4))})
         )
@@ -60,7 +61,7 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.bans_lifted", since="0.1")
     def test_bans_lifted(self) -> None:
-        """Bad words and stop tokens that would leave nothing of what is allowed are lifted for that step: something can always be sampled."""
+        """Bans of bad words and stop tokens that would exclude all allowed tokens are lifted for that step: something can always be sampled."""
         only_2 = RowSampling(temperature=0.0, allowed_token_ids=(2,), bad_words=((2,),))
         all_gone = RowSampling(temperature=0.0, bad_words=((0,), (1,), (2,)))
         self.assert_greedy([Row([5.0, 1.0, 0.0], only_2), Row([5.0, 6.0, 0.0], all_gone)])
@@ -73,7 +74,7 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.presence_penalty", since="0.1")
     def test_presence_penalty(self) -> None:
-        """Subtracted once from the logit of each *generated* token, however often it came; the prompt doesn't count."""
+        """Subtracted once from the logit of each *generated* token, regardless of its count; the prompt doesn't count."""
         self.assert_greedy(random_rows(lambda rng: {"presence_penalty": float(rng.choice([0.5, 2.0, -1.0, -2.0]))}))
 
     @check("sampler.frequency_penalty", since="0.1")
@@ -102,8 +103,9 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.rules_before_temperature", since="0.1")
     def test_rules_before_temperature(self) -> None:
-        """Biases, bans and penalties change the logits before these are divided by the temperature, also where it is neither 0 nor 1. Power: a bias
-        or penalty that is added afterwards is wrong by a factor of 2 or more in its token's odds, which 5,000 draws always show."""
+        """Biases, bans and penalties change the logits before these are divided by the temperature, at any temperature. Power: a bias or penalty that
+        is added
+        afterwards changes its token's odds by a factor of at least 2, which 5,000 draws always detect."""
         output = (3, 4, 3)
         for temperature in (0.5, 2.0):
             for sampling in (
@@ -129,7 +131,7 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.stale_history", since="0.1")
     def test_stale_history(self) -> None:
-        """Behind a row's tokens the history holds what another request left there: read `num_tokens` of it."""
+        """After a row's tokens the history holds another request's: read only `num_tokens`."""
         flat = [0.0] * SMALL
         sampling = RowSampling(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, bad_words=((7, 1), (1,)))
         wants_7 = [1.0 if token == 7 else 0.0 for token in range(SMALL)]

@@ -1,4 +1,4 @@
-"""`SamplerSubject`: how the checks of samplers make one, and what they hold its tokens against."""
+"""`SamplerSubject`: creates samplers for checks, and compares their tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dovetail.testing.suite import Suite
 from dovetail.testing.suites.sampler_bench import Bench, Row, draws
 from dovetail.testing.suites.sampler_oracle import changed_logits, distribution, p_value
 
-ALPHA = 1e-5  # a right sampler fails a chi-square test once in so many
-DRAWS = 5_000  # for a chi-square test, where it is known which tokens may come
+ALPHA = 1e-5  # false-positive rate of a chi-square test
+DRAWS = 5_000  # for a chi-square test with a known set of possible tokens
 SUPPORT_DRAWS = 1_000
 LOGITS = (np.random.default_rng(1).normal(size=40) * 1.5).tolist()
 
 
 class SamplerSubject(Suite):
-    """Runs on `device`: by default a GPU if there is one, else the CPU. A sampler must do on both."""
+    """Runs on `device`: by default a GPU if available, otherwise the CPU. Samplers must support both."""
 
     kind = "sampler"
     settings = Suite.settings | {"device"}
@@ -40,7 +40,7 @@ class SamplerSubject(Suite):
         return draws(self.make, logits, sampling, count, device=self.place, **fields)
 
     def assert_support(self, logits: Sequence[float], sampling: RowSampling, count: int = SUPPORT_DRAWS) -> None:
-        """So many draws bring exactly the tokens that may come; each of those must have a probability of 20 / count or so."""
+        """Require that `count` draws give exactly the possible tokens; each must have a probability of at least about 20 / count."""
         came = set(np.flatnonzero(self.draws(logits, sampling, count)).tolist())
         may = set(np.flatnonzero(distribution(logits, sampling)).tolist())
         require(
@@ -53,7 +53,7 @@ class SamplerSubject(Suite):
         require(p > ALPHA, f"{said(sampling)}: {count:,} draws don't follow the distribution (chi-square test: p = {p:.1e}, allowed from {ALPHA})")
 
     def assert_greedy(self, rows: Sequence[Row]) -> None:
-        """Each row gets the best of its changed logits."""
+        """Require that each row gets the best of its modified logits."""
         for row, token in zip(rows, self.bench(rows).tokens(), strict=True):
             values = changed_logits(row.logits, row.sampling, row.prompt, row.output)
             require(

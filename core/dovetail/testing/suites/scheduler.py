@@ -1,7 +1,7 @@
-"""`SchedulerSuite`: it checks that a scheduling policy keeps the contract of `dovetail.api.scheduler`. It doesn't need torch.
+"""`SchedulerSuite`: checks that a scheduling policy conforms to the contract of `dovetail.api.scheduler`. Doesn't need torch.
 
-The core's step refuses what a policy may not do, so most checks ask what no step can see: does everybody end, is nobody passed over, is the same
-run the same again. Each runs the real engine core (`scheduler_world`) through scenarios of its own (`scheduler_scenarios`).
+The core's step raises on misuse, so most checks cover what no single step can see: whether all requests end, whether any starves, whether a run is
+reproducible. Each runs the real engine core (`scheduler_world`) through its own scenarios (`scheduler_scenarios`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ EXEMPTIONS = {
     "no_rejection": "rejects",
     "no_stalls": "stalls",
 }  # capability -> the claim that takes it away
-PASSED_OVER = 100  # later arrivals that may end before one request does
-ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # the claim -> what it sorts by
+PASSED_OVER = 100  # maximum number of later arrivals that may end before a request
+ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # claim -> sort key
     "arrival": lambda request: (0, request.arrival_time),
     "priority": lambda request: (request.priority, request.arrival_time),
     "deadline": lambda request: (math.inf if request.deadline is None else request.deadline, request.arrival_time),
@@ -53,13 +53,13 @@ _ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, bloc
 
 
 class SchedulerSuite(Suite):
-    """Conformance of a scheduling policy. What it claims decides what is wanted: `Claims.order` adds a check, the exemptions take one away each."""
+    """Suite of scheduling policies. Claims determine the checks: `Claims.order` adds one, each exemption removes one."""
 
     kind = "scheduler"
 
     @property
     def capabilities(self) -> Claims:
-        """The claims of a policy made with `options`, which may change them."""
+        """Claims of a policy constructed with `options`, which may change them."""
         claims: Claims = self.make(_ANY_CONTEXT).claims
         return claims
 
@@ -70,23 +70,25 @@ class SchedulerSuite(Suite):
             return not getattr(self.capabilities, EXEMPTIONS[capability])
         return super().declares(capability)
 
-    # The books
+    # Accounting
 
     @check("scheduler.sound", since="0.1")
     def test_sound(self) -> None:
-        """The policy raised, or misused a step, which ends the engine. The message names the method and the rule. Use requests only while they
-        are shown, and a step only inside `schedule`."""
+        """The policy raised, or misused a step, which ends the engine. The message names the method and the rule. Use requests only while they are
+        shown, and a
+        step only inside `schedule`."""
         self._in_all(scenarios(), 40, lambda world: None)
 
     @check("scheduler.aborts", since="0.1")
     def test_aborts(self) -> None:
-        """The policy raised once a client had gone away. A request can end at any time, waiting or running: `on_finished` comes exactly once,
-        and nothing of the request may be used after it. An early end has no token, and perhaps was never granted one."""
+        """The policy raised after a client had disconnected. A request can end at any time, waiting or running: `on_finished` is called exactly once,
+        and
+        nothing of the request may be used afterwards. An early end has no token, possibly not even a grant."""
         self._in_all(scenarios(aborts=True), 40, lambda world: None)
 
     @check("scheduler.budget", since="0.1")
     def test_budget(self) -> None:
-        """A step computes more tokens than `SchedulerContext.max_tokens`. Grant through the step's methods alone, and leave its fields be."""
+        """A step computes more tokens than `SchedulerContext.max_tokens`. Use only the step's methods, and don't modify its fields."""
 
         def within(world: World) -> None:
             most, limit = world.watch.most_tokens, world.watch.context.max_tokens
@@ -96,7 +98,7 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.seats", since="0.1")
     def test_seats(self) -> None:
-        """More than `SchedulerContext.max_seqs` requests run in a step. Grant through the step's methods alone, and leave its fields be."""
+        """More than `SchedulerContext.max_seqs` requests run in a step. Use only the step's methods, and don't modify its fields."""
 
         def within(world: World) -> None:
             most, limit = world.watch.most_seqs, world.watch.context.max_seqs
@@ -106,8 +108,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.memory", since="0.1")
     def test_memory(self) -> None:
-        """The policy brought the memory's books into disorder: blocks leak, belong to two requests, or are too few. Only the step and the core
-        may touch the KV-cache manager and the fields of a request."""
+        """The policy corrupted the KV-cache manager's state: blocks leak, belong to two requests, or are missing. Only the step and the core may use
+        the KV-cache
+        manager and modify a request."""
 
         def in_order(world: World) -> None:
             if world.dead is not None and not isinstance(world.dead, PolicyError | SchedulerStalled):
@@ -119,7 +122,7 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The policy wrote to a request. What it wants to remember goes in a dict of its own, by the request, until `on_finished`."""
+        """The policy modified a request. Keep state in your own dict, by request, until `on_finished`."""
 
         def untouched(world: World) -> None:
             for request in world.requests:
@@ -132,8 +135,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.forgets", since="0.1")
     def test_forgets(self) -> None:
-        """The policy holds on to requests that have ended, or to numbers by their ids, so a server's memory grows for ever, and a request whose id
-        comes again finds another's. Drop a request in `on_finished`, from every list and dict, aborted and rejected ones too; don't keep a step."""
+        """The policy keeps requests that have ended, or values by their ids, so that a server's memory grows forever, and a request with a reused id
+        finds
+        another's values. In `on_finished`, drop a request from every list and dict, including aborted and rejected ones; don't keep a step."""
 
         def forgotten(world: World) -> None:
             ended = {name for request in world.requests if request.status is Status.FINISHED for name in (request.id, request.parent)}
@@ -148,13 +152,13 @@ class SchedulerSuite(Suite):
             forgotten(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(aborts=True), 25, forgotten)
 
-    # Promises
+    # Claims
 
     @check("scheduler.finishes", since="0.1")
     def test_finishes(self) -> None:
-        """Requests are left unfinished though nobody arrives any more: the policy grants nothing and sets no `wake_at`, or evicts in circles. A
-        prompt may be longer than a step's budget, so it comes in chunks; a request that needs memory may have to evict others, the last in
-        your order first."""
+        """Requests stay unfinished although no more arrive: the policy grants nothing and sets no `wake_at`, or evicts in circles. A prompt may be
+        longer than a
+        step's budget, so grant it in chunks; a request that needs memory may have to evict others, the last in your order first."""
 
         def all_ended(world: World) -> None:
             require(not isinstance(world.dead, SchedulerStalled), f"the engine stalled: {world.dead}")
@@ -170,8 +174,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_starvation", since="0.1", capability="no_starvation")
     def test_no_starvation(self) -> None:
-        """A request is passed over for ever while others that came later are served. Let waiting count for something (age, a limit, order of
-        arrival), don't let small ones pass a large one that lacks memory for ever, or claim `starves`."""
+        """A request starves while later arrivals are served. Let waiting count (age, a limit, order of arrival), don't let small requests overtake a
+        large one
+        that lacks memory forever, or claim `starves`."""
         for overlap in (True, False):
             for who, victim in VICTIMS.items():
                 self._require_patience(who, flooded(victim, overlap), range(BEFORE_VICTIM, BEFORE_VICTIM + 1))
@@ -179,13 +184,14 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_idling", since="0.1", capability="no_idling")
     def test_no_idling(self) -> None:
-        """The policy left tokens, a seat and memory of a step unused while somebody could have run, had asked for nothing in vain and evicted
-        nobody. Go on granting, prefills too, until a grant is refused, or claim `idles`."""
+        """The policy left tokens, a seat and memory of a step unused although a request could have run, no grant had been refused, and nothing was
+        evicted. Keep
+        granting, including prefills, until a grant is refused, or claim `idles`."""
         self._in_all(scenarios(), 40, lambda world: None, look=_try_to_grant_more, decisions=True)
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
     def test_no_rejection(self) -> None:
-        """The policy rejected a request without claiming that it may. Claim `rejects`, so that users know."""
+        """The policy rejected a request without claiming `rejects`. Claim it, so that users know."""
 
         def none_rejected(world: World) -> None:
             rejected = [plan for plan in world.watch.planned if plan.rejected]
@@ -195,16 +201,18 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
     def test_no_stalls(self) -> None:
-        """Streamed answers stood still while a prompt was computed, though there were seats and memory for all. Grant every decode in a step that
-        computes prompts, decodes first; or claim `stalls`."""
+        """Streamed answers stalled while a prompt was computed, although there were seats and memory for all. Grant every decode in a step that
+        computes prompts,
+        decodes first; or claim `stalls`."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             _require_alive(self._world(scenario.shape, look=_see_stall).play(scenario.acts))
 
     @check("scheduler.paced", since="0.3", capability="paced")
     def test_paced(self) -> None:
-        """A prompt that the engine's pace cuts into chunks never came to its end. Go on with running requests that have `prefill_left`; or claim
-        `paced=False`, and bound the prompts of a step yourself."""
+        """A prompt that the engine's pace cut into chunks never finished. Continue running requests with `prefill_left`; or claim `paced=False`, and
+        cap the
+        prompts of a step yourself."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             world = self._world(scenario.shape).play(scenario.acts)
@@ -213,8 +221,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.order", since="0.1", capability="order")
     def test_order(self) -> None:
-        """Somebody was admitted before, or kept running at the cost of, one who comes first in the claimed order. Sort by the claimed key, of
-        equals by arrival; stop admitting at the first that can't be; evict the last first. Or don't claim `order`."""
+        """A request was admitted before one that precedes it in the claimed order, or kept running at its expense. Sort by the claimed key, ties by
+        arrival; stop
+        admitting at the first refusal; evict the last first. Or don't claim `order`."""
         key = ORDERS[str(self.capabilities.order)]
         look = partial(_see_order, key)
         for scenario in begun_without_memory():
@@ -223,8 +232,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.recompute", since="0.1")
     def test_recompute(self) -> None:
-        """More tokens were computed twice than once: the policy preempts so much that the device does little else. Evict for those who run
-        rather than for those who wait, the last in your order first, and don't admit whom the next step must evict."""
+        """More tokens were recomputed than computed once: the policy preempts so much that the device does little else. Evict for running requests
+        rather than
+        for waiting ones, the last in your order first, and don't admit requests that the next step must evict."""
         for overlap in (True, False):
             stats = self._pressed(pressed(overlap))
             again, once = stats.recomputed_tokens, stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens
@@ -232,13 +242,14 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.replay", since="0.1")
     def test_replay(self) -> None:
-        """The same requests gave another schedule: in a second engine of the same process, or in another process. Draw chance from
-        `random.Random(context.seed)`, time from `step.now`; don't iterate over sets; keep nothing in the class or its module."""
+        """The same requests gave another schedule in a second engine of the same process, or in another process. Use `random.Random(context.seed)`
+        for randomness
+        and `step.now` for time; don't iterate over sets; keep no state in the class or module."""
         first = plans(self.make)
         require(plans(self.make) == first, "a second policy, made the same way, planned the same requests otherwise")
         require(plans_elsewhere(self) == [first], "another process planned the same requests otherwise")
 
-    # How scenarios are run
+    # Running scenarios
 
     def _require_patience(self, who: str, scenario: Scenario, victims: range) -> None:
         """Check that not too many later requests end before the victims of a flood, which are given by the order of arrival."""
@@ -279,14 +290,15 @@ class SchedulerSuite(Suite):
 
 
 def _require_alive(world: World) -> None:
-    """Require that the engine is alive. A stall is left to the check `scheduler.finishes`; all else must hold until then."""
+    """Require that the engine is alive. Stalls are left to the check `scheduler.finishes`; everything else must hold until then."""
     if world.dead is not None and not isinstance(world.dead, SchedulerStalled):
         fail(f"the engine ended: {world.dead}", world.dead)
 
 
 def _try_to_grant_more(shown: Shown) -> None:
-    """Once the policy is done, was refused nothing for lack of room and evicted nobody, nobody else may fit. Who was evicted can't be granted what
-    it left before the next step, and a policy that keeps an order admits nobody past it until then."""
+    """Require that, if the policy was refused nothing for lack of space and evicted nothing, no other request fits. An evicted request can't be
+    granted its
+    own freed space before the next step, and a policy that keeps an order admits nothing after it until then."""
     step = shown.step
     lacked = bool(step.preempted) or any(d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ())
     if lacked or step.tokens_left < 1 or step.seqs_left < 1:
@@ -298,15 +310,16 @@ def _try_to_grant_more(shown: Shown) -> None:
 
 
 def _see_stall(shown: Shown) -> None:
-    """No request that decodes is left out of a step that computes a prompt."""
+    """Require that a step that computes a prompt includes all decoding requests."""
     step = shown.step
     still = [request for request in step.decoding if request not in step.granted] if step.prefill_tokens else []
     require(not still, f"step {step.index} computed {step.prefill_tokens} tokens of prompts, and none of {still}")
 
 
 def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> None:
-    """Check that no request is admitted ahead of an earlier one that waits or lacks memory for the rest of its prompt, and that none runs at the
-    cost of an earlier one."""
+    """Require that no request is admitted before an earlier one that waits or lacks memory for the rest of its prompt, and that none runs at the
+    expense of
+    an earlier one."""
     step = shown.step
     passed = [r for r in shown.waiting if r not in step.admitted and r not in step.rejected and not r.in_flight]
     lacking = {d.request for d in step.decisions or () if d.act == "refused" and d.why == Refusal.MEMORY.name}

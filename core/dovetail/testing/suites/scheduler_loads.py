@@ -1,4 +1,4 @@
-"""Handmade long scenarios: `pressed`, with permanently scarce memory, and `flooded`, with more arrivals than can be served."""
+"""Handwritten long scenarios: `pressed`, with permanently scarce memory, and `flooded`, with more arrivals than can be served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dovetail.testing.suites.scheduler_world import Abort, Arrive, Run, Scenario
 
 
 def pressed(overlap: bool, *, reuse: bool = False) -> Scenario:
-    """Memory for a few of two dozen requests of all kinds: much has to be preempted."""
+    """Memory for only a few of two dozen requests of all kinds: many preemptions."""
     arrives = (
         Arrive(
             tuple(range(i % 5, i % 5 + 4 + i % 9)),
@@ -25,7 +25,7 @@ def pressed(overlap: bool, *, reuse: bool = False) -> Scenario:
 
 
 FLOOD = Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=1e5, predicted_tokens=3)
-VICTIMS = {  # whom a policy may be tempted to pass over for ever, while the flood goes by
+VICTIMS = {  # requests that a policy might starve during the flood
     "one like all others": FLOOD,
     "a long prompt": Arrive((5,) * 24, max_tokens=6, client="flood", deadline=1e5, predicted_tokens=6),
     "a prompt that needs nearly all memory": Arrive((5,) * 40, max_tokens=4, client="flood", deadline=1e5, predicted_tokens=4),
@@ -36,11 +36,11 @@ VICTIMS = {  # whom a policy may be tempted to pass over for ever, while the flo
     "a request of nobody": Arrive((5, 6), max_tokens=3),
     "one of two samples": replace(FLOOD, n=2),
 }
-FLOOD_S = 400  # seconds for which a request arrives each, twice as many as can be served
+FLOOD_S = 400  # seconds with one arrival each, twice as many as can be served
 
 
 def streamed(overlap: bool) -> Scenario:
-    """Three answers that are streamed while prompts come which are longer than the pace lets a step be; there are seats and memory for all."""
+    """Three streamed answers while prompts arrive that are longer than the pace allows in a step; there are seats and memory for all."""
     shape = Shape(num_blocks=800, block_size=16, max_tokens=1024, max_seqs=16, max_model_len=2048, overlap=overlap, pace=2.0, seconds_per_step=0.1)
     answers = [Arrive((7, 8, index), max_tokens=40, client="a", deadline=1e5, predicted_tokens=40) for index in range(3)]
     prompts = [Arrive((9, index) * 600, max_tokens=2, delay=1.0 + index, client="b", deadline=1e4, predicted_tokens=2) for index in range(3)]
@@ -63,12 +63,12 @@ def held_back() -> tuple[Scenario, ...]:
 
 
 BEFORE_VICTIM = 5  # requests
-CROWDED = 12  # requests of a crowd that are watched
+CROWDED = 12  # watched requests of a crowd
 CROWD = Arrive((7, 7, 7, 7), max_tokens=8, client="crowd", deadline=1e5, predicted_tokens=8)
 
 
 def flooded(victim: Arrive, overlap: bool) -> Scenario:
-    """Steps of a second, two seats, and a stream of short requests that never lets up; the `victim` comes after the first few."""
+    """Steps of a second, two seats, and an endless stream of short requests; the `victim` arrives after the first few."""
     shape = Shape(
         num_blocks=26, max_tokens=16, max_seqs=2, max_model_len=48, overlap=overlap, reuse=True, seconds_per_step=1.0, seconds_per_token=0.0
     )
@@ -77,6 +77,6 @@ def flooded(victim: Arrive, overlap: bool) -> Scenario:
 
 
 def crowded(overlap: bool) -> Scenario:
-    """The same where more can begin than can stay: each needs three times the memory in the end, so whoever came last is likely to be preempted."""
+    """The same, but more requests can start than finish: each needs three times the memory at its end, so the last is likely to be preempted."""
     shape = Shape(num_blocks=12, max_seqs=6, max_model_len=12, overlap=overlap, seconds_per_step=1.0, seconds_per_token=0.0)
     return Scenario(shape, tuple(replace(CROWD, delay=float(second)) for second in range(FLOOD_S)))

@@ -1,4 +1,4 @@
-"""A policy's plans as text, made in this process or in another one with a different string hash seed."""
+"""A policy's plans as text, computed in this process or in another one with a different string hash seed."""
 
 from __future__ import annotations
 

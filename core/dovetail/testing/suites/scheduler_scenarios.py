@@ -1,4 +1,4 @@
-"""Arbitrary small scenarios, from hypothesis: any engine, any requests, any order of events."""
+"""Random small scenarios from hypothesis: any engine, any requests, any order of events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Scenario, Shape
 
-SLACK_BLOCKS = (0, 0, 1, 2, 4, 8, 30)  # beyond what one request of full length needs: memory is scarce, mostly
+SLACK_BLOCKS = (0, 0, 1, 2, 4, 8, 30)  # beyond the need of one request of full length: memory is mostly scarce
 
 
 @st.composite
@@ -30,8 +30,9 @@ def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
 
 @st.composite
 def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
-    """Prompts often begin alike. `plain`: one sample. Objectives follow from the deadline, one of them without `tbt_s`: more draws would
-    make less of the few examples."""
+    """Draw a request. Prompts often share a beginning. `plain`: one sample. Objectives are derived from the deadline, one of them without `tbt_s`,
+    since
+    more draws would reduce the coverage of the few examples."""
     length = draw(st.integers(1, shape.max_model_len - 1))
     own = draw(st.integers(0, min(3, length)))
     return Arrive(
@@ -51,7 +52,7 @@ def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
 
 @st.composite
 def scenarios(draw: st.DrawFn, *, aborts: bool = False, plain: bool = False, reuse: bool | None = None) -> Scenario:
-    """Arrive, step, abort in any order, in an engine of any shape; what is unfinished then runs to its end."""
+    """Arrivals, steps and aborts in any order, in an engine of any size; unfinished requests then run to their end."""
     shape = draw(shapes(reuse=reuse))
     arrive, run = arrivals(shape, plain=plain), st.builds(Run, st.integers(1, 8))
     kinds: list[st.SearchStrategy[Act]] = [arrive, arrive, run]
@@ -62,7 +63,7 @@ def scenarios(draw: st.DrawFn, *, aborts: bool = False, plain: bool = False, reu
 
 
 def smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """The same with half of the acts, and with one of them left out."""
+    """Yield the scenario with half of the acts, and with one of them omitted."""
     acts = scenario.acts
     if len(acts) > 2:
         yield replace(scenario, acts=acts[: len(acts) // 2])

@@ -1,7 +1,7 @@
-"""A policy at work: the real engine core over a fake executor and a small pool, driven by acts that are values, so that any run can be repeated.
+"""Runs a policy in the real engine core over a fake executor and a small pool, driven by acts that are values, so that any run can be repeated.
 
-`World.play` performs the acts and then steps until everything has ended. `Watch` stands between core and policy: it keeps what was planned, and
-looks for the rules that the core itself can't see broken.
+`World.play` performs the acts and then steps until everything has ended. `Watch` wraps the policy: it records the plans, and checks the rules whose
+violation the core can't see.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from dovetail.testing.checks import CheckFailed
 from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_kv import FakeKVCache
 
-STEPS_A_TOKEN = 20  # a run is given up after this many steps for each token that it has to compute, were nothing computed twice
+STEPS_A_TOKEN = 20  # a run is abandoned after this many steps per token to compute, without recomputation
 
-GIVEN = (  # of a request: what nobody may change but the engine
+GIVEN = (  # attributes of a request that only the engine may change
     *("id", "prompt_token_ids", "prompt_tokens", "params", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens"),
     *("parent", "ttft_deadline", "tbt_s", "cache_keys", "extra", "sampling", "stop_ids"),
 )
@@ -47,11 +47,11 @@ GIVEN = (  # of a request: what nobody may change but the engine
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The engine's constants. `reuse`: with a prefix cache."""
+    """Constants of the engine. `reuse`: with a prefix cache."""
 
     num_blocks: int = 24
     block_size: int = 2
-    max_tokens: int = 12  # a step
+    max_tokens: int = 12  # per step
     max_seqs: int = 4
     max_model_len: int = 32
     overlap: bool = True
@@ -65,8 +65,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, which no policy can know. `id`: one
-    that was used before, by a request that has ended."""
+    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies. `id`: a
+    reused
+    one, of a request that has ended."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
@@ -84,7 +85,7 @@ class Arrive:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The client of the `index`-th request that was made goes away."""
+    """The client of the `index`-th request disconnects."""
 
     index: int
 
@@ -107,7 +108,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The decisions of a policy in one step."""
+    """Decisions of a policy in one step."""
 
     index: int
     now: float
@@ -118,14 +119,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The state that a policy was shown in one step, and the step after its decisions."""
+    """State that a policy saw in one step, and the step after its decisions."""
 
     waiting: tuple[LiveRequest, ...]  # before it acted
     step: PlannedStep  # after
 
 
 class Watch(Scheduler):
-    """A wrapper of the policy for the core. `look` is called after each `schedule`, while the step is open."""
+    """Wraps the policy for the core. `look` is called after each `schedule`, while the step is open."""
 
     def __init__(self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None) -> None:
         super().__init__(NoOptions(), context)
@@ -133,7 +134,7 @@ class Watch(Scheduler):
         self.claims = policy.claims
         self.planned: list[Planned] = []
         self.most_tokens = self.most_seqs = 0  # in any step
-        self.own_s = 0.0  # in the policy
+        self.own_s = 0.0  # spent in the policy
         self.broken: CheckFailed | None = None  # what `look` found
 
     def schedule(self, step: Step) -> None:
@@ -148,7 +149,7 @@ class Watch(Scheduler):
         if self._look is not None and self.broken is None:
             try:
                 self._look(Shown(waiting, step))
-            except CheckFailed as error:  # it is the check's, and none of the engine's business
+            except CheckFailed as error:  # belongs to the check, not to the engine
                 self.broken = error
 
     def on_arrival(self, request: Request) -> None:
@@ -207,9 +208,9 @@ class World:
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__, shape.pace)
         self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
         self.requests: list[LiveRequest] = []
-        self.given: dict[LiveRequest, dict[str, Any]] = {}  # what no policy may change of them
-        self.told: list[str] = []  # to an observer that notes it
-        self.finished: dict[LiveRequest, Finish] = {}  # in the order of ending; the aborted aren't here
+        self.given: dict[LiveRequest, dict[str, Any]] = {}  # attributes that no policy may change
+        self.told: list[str] = []  # as recorded by an observer
+        self.finished: dict[LiveRequest, Finish] = {}  # in the order of ending, without aborted ones
         self.steps = 0
         self._most_steps = 100
         self._check_books = check_books
@@ -224,7 +225,7 @@ class World:
         return self.core.dead
 
     def play(self, acts: Iterable[Act]) -> World:
-        """Perform the acts, then step until all has ended, or for very long. Raises what `look` raised."""
+        """Perform the acts, then step until everything has ended, or up to a limit. Raises errors of `look`."""
         self.perform(acts)
         self.run()
         return self
@@ -300,7 +301,7 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Silence the log of an engine's end, which a check reports in better words."""
+    """Silence the log of an engine's end, which checks report more precisely."""
     logger = logging.getLogger("dovetail")
     before, logger.disabled = logger.disabled, True
     try:
