@@ -151,7 +151,7 @@ def main() -> None:
         limits, layer = measure_limits(shape), plain(shape)
         print(f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)
         for tokens in args.tokens:
-            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.count), limits)
+            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.gate_up), limits)
             if args.tune:
                 tell(layer, tokens, tune(layer, tokens, args.best), limits)
 

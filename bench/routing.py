@@ -1,4 +1,5 @@
-"""Uniform routing for random models, whose own routers would choose few experts: the choice of each token's experts is a hash of its logits."""
+"""Uniform routing for random models, whose own routers would choose few experts: the choice of each token's experts is a hash of its logits
+and its row."""
 
 from __future__ import annotations
 

@@ -14,12 +14,14 @@ from dovetail.nn.kernels.launch import launch
 
 @triton.jit
 def _choose(logits, ids, weights, last, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
-    """One token, as `dovetail.nn.kernels.routing` does it, but by a hash of its first logits' bits and an expert's number."""
+    """One token, as `dovetail.nn.kernels.routing` does it, but by a hash of its first logits' bits, its row and an expert's number:
+    rows of a random model often come to the same token, whose states are then bit for bit the same."""
     token, e = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     let_next_begin(PDL)
     wait(PDL)
     bits = tl.load(logits + token * COUNT + e % 2, mask=e < COUNT, other=0.0).to(tl.uint32, bitcast=True)
     seed = tl.sum(tl.where(e < 2, bits * (e + 1).to(tl.uint32), 0), 0).to(tl.uint32)
+    seed += (token + 1).to(tl.uint32) * 0x632BE5AB
     mixed = (seed ^ (e.to(tl.uint32) * 0x9E3779B9)) * 0x85EBCA6B
     mixed = (mixed ^ (mixed >> 13)) * 0xC2B2AE35
     mixed = (mixed ^ (mixed >> 16)) * 0x27D4EB2F

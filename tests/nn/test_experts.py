@@ -18,17 +18,12 @@ from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels import launch
 from dovetail.nn.moe import Experts, Router, choose
 from dovetail.nn.residual import Residual
-from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter, take_kernels
+from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, runs_kernels, take_kernels
 from tests.models.oracle import context
 from tests.support import examples
 
 some = examples(quick=16 if ON_GPU else 6, full=400 if ON_GPU else 100)
 seeds = st.integers(0, 2**31)
-
-
-@starts_the_interpreter
-def test_the_kernels_hold_in_tritons_interpreter() -> None:
-    assert_holds_when_interpreted(__file__)
 
 
 @pytest.fixture
@@ -76,7 +71,7 @@ ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", ClampedSwiGLU(1.702, 0.5)]
 @given(
     tokens=st.sampled_from([1, 2, 5, 16, 40]),
     sizes=st.sampled_from([(16, 16), (72, 40), (128, 96)]),
-    count=st.sampled_from([1, 3, 8]),
+    count=st.sampled_from([1, 3, 8, 32]),
     per_token=st.integers(1, 3),
     activation=st.sampled_from(ACTIVATIONS),
     biased=st.booleans(),
