@@ -32,6 +32,8 @@ class Bench:
         rng = np.random.default_rng(case.seed)
         kv_shape, q_shape = (case.kv_heads, case.head_size), (case.heads, case.head_size)
         self.k, self.v = ([[rng.normal(size=(n, *kv_shape)) for n in case.lens] for _ in case.windows] for _ in range(2))  # [layer][row]
+        if case.v_in_k is not None:
+            self.v = [[row[..., : case.v_in_k] for row in rows] for rows in self.k]
         self.q = [[rng.normal(size=(n, *q_shape)) for n in case.queries] for _ in case.windows]
         self.sinks = [rng.normal(1, 2, case.heads).astype(np.float32) if spec.sinks else None for spec in case.specs]
         for layer, sinks in zip(self.layers, self.sinks, strict=True):
@@ -54,7 +56,7 @@ class Bench:
         self._plan(table, np.array([num_slots]), np.array([num_slots]), padding=0)
         nan = torch.full((num_slots, self.case.kv_heads, self.case.head_size), torch.nan, dtype=self.dtype, device=self.case.device)
         for layer in self.layers:
-            layer.write(nan, nan)
+            layer.write(nan, None if layer.spec.v_in_k else nan)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,7 +103,7 @@ class Bench:
             k, v = (
                 [row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v)
             )
-            layer.write(self._tensor(k, padding), self._tensor(v, padding))
+            layer.write(self._tensor(k, padding), None if self.case.v_in_k is not None else self._tensor(v, padding))
 
     def attend(self, padding: int = 0) -> list[NDArray[np.float64]]:
         """What each layer computes for the case's queries; padding left out."""

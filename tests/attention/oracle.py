@@ -26,10 +26,10 @@ def kept_in_e4m3(values: Float64, scale: float) -> Float64:
 def attend_row(
     q: Float64, k: Float64, v: Float64, scale: float, window: int | None, softcap: float | None = None, sinks: Float64 | None = None
 ) -> Float64:
-    """The last len(q) of a row's tokens attend to all of it. q [queries, heads, size], k, v [tokens, kv_heads, size], sinks [heads] -> like q."""
+    """The last len(q) of a row's tokens attend to all of it. q [queries, heads, size], k, v [tokens, kv_heads, size], sinks [heads] -> V's size."""
     queries, heads, _ = q.shape
     tokens, kv_heads, _ = k.shape
-    out = np.empty_like(q)
+    out = np.empty((queries, heads, v.shape[2]))
     for i in range(queries):
         position = tokens - queries + i
         first = 0 if window is None else max(0, position - window + 1)

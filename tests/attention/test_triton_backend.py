@@ -128,6 +128,18 @@ def test_rows_of_many_tiles_are_attended_as_defined(window: int | None) -> None:
     assert_as_defined(Case((0, 131, 5), (70, 33, 1), heads=2, kv_heads=1, windows=(window,)))
 
 
+@pytest.mark.parametrize("heads", [5, pytest.param(72, marks=pytest.mark.slow)])
+def test_latents_are_attended_as_defined(heads: int) -> None:
+    assert_as_defined(Case((0, 51, 70), (40, 13, 1), heads=heads, kv_heads=1, head_size=24, v_in_k=16, padding=2))
+
+
+def test_latents_of_sizes_that_have_no_room_are_refused_by_name() -> None:
+    layers = [LayerSpec(0, 4, 1, 1088, 1.0, v_in_k=True, v_head_size=1024), LayerSpec(1, 4, 2, 576, 1.0, v_in_k=True, v_head_size=512)]
+    [heads, sizes] = TritonAttention.reasons_against(AttentionContext("cuda:0", "float16", 16), layers)
+    assert heads == "latent attention with more than one KV head isn't supported"
+    assert sizes.startswith("latent attention with K of 1088 numbers, 1024 of them V: ")
+
+
 @pytest.mark.parametrize(("sinks", "softcap"), [(True, None), (False, 2.0), (True, 0.5)])
 def test_sinks_and_capped_scores_are_attended_as_defined(sinks: bool, softcap: float | None) -> None:
     assert_as_defined(Case((0, 51, 5), (40, 13, 1), heads=3, kv_heads=1, windows=(None, 30), sinks=(sinks, False), softcaps=(softcap,), padding=2))

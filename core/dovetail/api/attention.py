@@ -44,6 +44,7 @@ class AttentionCapabilities:
     cache_dtypes: tuple[str, ...] = ()  # supported for the cache besides the dtype of q, k and v: "float8_e4m3fn"
     sinks: bool = False  # `LayerSpec.sinks`
     softcap: bool = False  # `LayerSpec.softcap`
+    v_in_k: bool = False  # `LayerSpec.v_in_k`; `head_sizes` doesn't apply to such layers
 
     def supports_block_size(self, block_size: int) -> bool:
         if self.block_sizes is not None and block_size not in self.block_sizes:
@@ -69,6 +70,13 @@ class LayerSpec:
     window: int | None = None  # tokens a query attends to, itself included; None: all up to itself
     sinks: bool = False  # each head has a sink, a logit that takes part in the softmax's denominator and in nothing else: see `bind_sinks`
     softcap: float | None = None  # a scaled score s becomes softcap * tanh(s / softcap) before the softmax; a sink stays as it is
+    v_in_k: bool = False  # V is the first `v_head_size` numbers of K, and K alone is stored (latent attention)
+    v_head_size: int | None = None  # of V and of what `attend` returns, with `v_in_k`; None: head_size
+
+    @property
+    def out_size(self) -> int:
+        """Numbers of a head that `attend` returns."""
+        return self.v_head_size or self.head_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +155,9 @@ class AttentionLayer(ABC):
         self.sinks = sinks
 
     @abstractmethod
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v [tokens, kv_heads, head_size] at the batch's slots, scaled and rounded if the cache has a smaller dtype."""
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Store k and v [tokens, kv_heads, head_size] at the batch's slots, scaled and rounded if the cache has a smaller dtype. v is None in layers
+        with `v_in_k`, and in no other; there K's scale is V's too."""
 
     def cache_for_fused_write(self) -> FusedCache | None:
         """Return the cache if the kernel that computes K and V may store them itself instead of calling `write`; None (the default) if not."""
@@ -157,7 +166,7 @@ class AttentionLayer(ABC):
     @abstractmethod
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """Compute causal attention of q [tokens, heads, head_size] over each row's cached K and V, including those of this step (they are
-        written first, for the whole batch). Returns [tokens, heads, head_size]; values of padding tokens are undefined. The result is valid until
+        written first, for the whole batch). Returns [tokens, heads, out_size]; values of padding tokens are undefined. The result is valid until
         the next `attend` of any layer, which may reuse its memory."""
 
 
@@ -182,7 +191,7 @@ class AttentionBackend(ABC):
         if context.cache_dtype is not None and context.cache_dtype not in caps.cache_dtypes:
             served = ", ".join(caps.cache_dtypes)
             reasons.append(f"the KV cache can't be {context.cache_dtype}" + (f", only in {served}" if served else ""))
-        for size in sorted({layer.head_size for layer in layers}):
+        for size in sorted({layer.head_size for layer in layers if not layer.v_in_k}):
             if caps.head_sizes is not None and size not in caps.head_sizes:
                 reasons.append(f"head size {size} is not among {', '.join(map(str, caps.head_sizes))}")
         if not caps.supports_block_size(context.block_size):
@@ -194,6 +203,10 @@ class AttentionBackend(ABC):
             reasons.append("attention sinks aren't supported")
         if not caps.softcap and any(layer.softcap is not None for layer in layers):
             reasons.append("a softcap of attention scores isn't supported")
+        if not caps.v_in_k and any(layer.v_in_k for layer in layers):
+            reasons.append("latent attention (v_in_k) isn't supported")
+        if any(layer.v_head_size not in (None, layer.head_size) and not layer.v_in_k for layer in layers):
+            reasons.append("V with a head size of its own (v_head_size) isn't supported without v_in_k")
         return reasons
 
     @abstractmethod

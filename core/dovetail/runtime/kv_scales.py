@@ -93,9 +93,9 @@ class _CalibratedLayer(AttentionLayer):
     def __init__(self, layer: AttentionLayer, scales: KVScales, owner: CacheScales) -> None:
         self.spec, self.kv_scales, self._layer, self._scales, self._owner = layer.spec, layer.kv_scales, layer, scales, owner
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if self._owner.running:
-            for scale, values in ((self._scales.k, k), (self._scales.v, v)):
+            for scale, values in ((self._scales.k, k), (self._scales.v, k if v is None else v)):
                 largest = values.float().nan_to_num(0.0, 0.0, 0.0).abs().amax()  # nobody waits for the device
                 scale.copy_(torch.where(largest > 0, torch.exp2(torch.ceil(torch.log2(largest * (ROOM / LARGEST)))), 1.0))
         self._layer.write(k, v)

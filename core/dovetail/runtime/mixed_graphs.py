@@ -32,7 +32,7 @@ class Piece:
     graph: torch.cuda.CUDAGraph
     layer: AttentionLayer | None = None
     q: torch.Tensor | None = None  # [size, heads, head_size]
-    out: torch.Tensor | None = None  # like q
+    out: torch.Tensor | None = None  # [size, heads, out_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class SplitLayer(AttentionLayer):
     def __init__(self, layer: AttentionLayer, splitter: LayerSplitter) -> None:
         self.spec, self._layer, self._splitter = layer.spec, layer, splitter
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         self._layer.write(k, v)
 
     def cache_for_fused_write(self) -> FusedCache | None:
@@ -107,9 +107,10 @@ class Recorder:
 
     def split(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         """End the piece where q is known; the next begins with what attention makes of it. Layers that are alike take turns with two buffers."""
-        if q.shape[1:] not in self._buffers:
-            self._buffers[q.shape[1:]] = torch.empty_like(q), torch.empty_like(q)
-        own, out = (buffer[: len(q)] for buffer in self._buffers[q.shape[1:]])
+        kind = torch.Size((*q.shape[1:], layer.spec.out_size))
+        if kind not in self._buffers:
+            self._buffers[kind] = torch.empty_like(q), q.new_empty(*q.shape[:2], layer.spec.out_size)
+        own, out = (buffer[: len(q)] for buffer in self._buffers[kind])
         own.copy_(q)
         self._graph.capture_end()
         self.pieces.append(Piece(self._graph, layer, own, out))

@@ -146,11 +146,12 @@ class FlashLayer(AttentionLayer):
     def cache_for_fused_write(self) -> FusedCache:
         return FusedCache(self._k, self._v, self._backend.planned.slots)
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         slots, block_size = self._backend.planned.slots[: len(k)], self._backend.context.block_size
         places = slots // block_size, slots % block_size
         for cache, new in zip((self._k, self._v), (k, v), strict=True):
-            cache.index_put_(places, new)
+            if new is not None:
+                cache.index_put_(places, new)
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         step, library, spec = self._backend.planned, self._backend.library, self.spec

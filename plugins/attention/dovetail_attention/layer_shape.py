@@ -9,25 +9,39 @@ import torch
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError
 
+MOST_OF_LATENT = 64  # query heads that are computed together: so many sums of V's size have room in registers
+
 
 class LayerShape(NamedTuple):
     """The properties of a layer on which the work of a step depends: all but its index and numbers."""
 
     heads: int
     kv_heads: int
-    head_size: int
+    head_size: int  # of V
     window: int | None  # how many tokens a query sees, itself included; None: all before it
     sinks: bool = False
     capped: bool = False  # scores have a softcap
+    latent: bool = False  # V is the first `head_size` numbers of K
+    rest: int = 0  # in a latent layer, numbers of K that follow
 
     @classmethod
     def of(cls, spec: LayerSpec) -> LayerShape:
-        return cls(spec.heads, spec.kv_heads, spec.head_size, spec.window, spec.sinks, spec.softcap is not None)
+        """Heads of a latent layer, which share one K, are taken for several groups if they are many: each reads K by itself."""
+        kv_heads = spec.kv_heads
+        if spec.v_in_k:
+            group = spec.heads // spec.kv_heads
+            kv_heads *= group // max(size for size in range(1, min(group, MOST_OF_LATENT) + 1) if group % size == 0)
+        rest = spec.head_size - spec.out_size
+        return cls(spec.heads, kv_heads, spec.out_size, spec.window, spec.sinks, spec.softcap is not None, spec.v_in_k, rest)
 
     @property
     def group(self) -> int:
         """Number of query heads that share a K and V head."""
         return self.heads // self.kv_heads
+
+    @property
+    def padded_rest(self) -> int:
+        return max(16, _power_of_two(self.rest)) if self.rest else 0
 
     @property
     def padded_group(self) -> int:
@@ -46,6 +60,11 @@ def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
     if layer.sinks is None:
         raise DovetailError(f"attention layer {layer.spec.index} has sinks, and attend() was called before bind_sinks()")
     return layer.sinks
+
+
+def cache_bytes(spec: LayerSpec, tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes that K and V of so many tokens take in a layer's cache."""
+    return (1 if spec.v_in_k else 2) * tokens * spec.kv_heads * spec.head_size * dtype.itemsize
 
 
 def _power_of_two(least: int) -> int:

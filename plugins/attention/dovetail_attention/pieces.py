@@ -52,9 +52,9 @@ class Piece:
     def attend(
         self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> None:
-        """k, v [slots, kv_heads, head_size]: the caches, perhaps of a smaller dtype; q, out [tokens, heads, head_size]: writes `out` at its own
-        queries; sinks [heads] float32."""
-        shape = (self.rows, self.keys_per_row, spec.kv_heads, spec.head_size)
+        """k, v [slots, kv_heads, their size]: the caches, perhaps of a smaller dtype; q [tokens, heads, head_size]. Writes `out` [tokens, heads,
+        out_size] at its own queries. sinks: [heads] float32."""
+        shape = (self.rows, self.keys_per_row, spec.kv_heads, -1)
         k, v = (_take_numbers(cache, self.keys, q.dtype).view(shape).transpose(1, 2) for cache in (k, v))  # [rows, kv_heads, keys, size]
         q = _take(q, self.queries)
         if self.queries_per_row == 1:  # the heads that share a kv head become its queries: each K and V is read once
@@ -63,10 +63,11 @@ class Piece:
         else:
             q = q.reshape(self.rows, self.queries_per_row, spec.heads, spec.head_size).transpose(1, 2)
             values = self._attended(spec, q, k, v, None if sinks is None else sinks[:, None]).transpose(1, 2)
-        self._put(out, values.reshape(-1, spec.heads, spec.head_size))
+        self._put(out, values.reshape(-1, spec.heads, spec.out_size))
 
     def _attended(self, spec: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """q [rows, heads, queries, size], k and v [rows, kv_heads, keys, size] -> like q. sinks: broadcast to [rows, heads, queries]."""
+        """q [rows, heads, queries, size], k and v [rows, kv_heads, keys, their size] -> [rows, heads, queries, V's size]. sinks: broadcast to [rows,
+        heads, queries]."""
         gqa = q.shape[1] != k.shape[1]
         if spec.softcap is None and sinks is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.causal, scale=spec.scale, enable_gqa=gqa)
@@ -152,6 +153,7 @@ class _BatchCutter:
     def __init__(self, planner: Planner, batch: AttentionBatch, shape: LayerShape, null_slot: int) -> None:
         self.planner, self.batch, self.shape, self.null_slot = planner, batch, shape, null_slot
         self.mask = planner.masks[shape.window]
+        self.use_bags = planner.use_bags and not shape.latent  # whose V isn't a table of its own
         self.device = batch.slots.device
         self.queries = batch.host_query_lens.astype(np.int64)
         self.lens = batch.host_kv_lens.astype(np.int64)
@@ -172,9 +174,9 @@ class _BatchCutter:
     def _decodes(self, rows: NDArray[np.int64]) -> list[Piece | Bags]:
         if len(rows) == 1:
             piece = self._similar_decodes(rows)
-            if isinstance(piece.keys, slice) or not self.planner.use_bags:
+            if isinstance(piece.keys, slice) or not self.use_bags:
                 return [piece]
-        if len(rows) and self.planner.use_bags:
+        if len(rows) and self.use_bags:
             return [self._bags(rows)]
         return [self._similar_decodes(group) for group in self._similar(rows, self.shape.window)]
 

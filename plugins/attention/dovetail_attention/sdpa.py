@@ -6,7 +6,7 @@ on a CPU, nothing gathered).
 
 An FP8 cache is converted to the activations' dtype piece by piece: the oracle of kernels that read FP8.
 
-      cache of a layer    [num_blocks * block_size + 2, kv_heads, head_size], K and V apart
+      cache of a layer    [num_blocks * block_size + 2, kv_heads, head_size], K and V apart; V may be a part of K
                            slots of the pool ... | null: zeros, for what a gather has to fill up | waste: where padding tokens are written
 """
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail_attention.bags import Bags
-from dovetail_attention.layer_shape import LayerShape, sinks_of
+from dovetail_attention.layer_shape import LayerShape, cache_bytes, sinks_of
 from dovetail_attention.pieces import Piece, Planner
 from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
 
@@ -26,7 +26,7 @@ from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
 class TorchAttention(AttentionBackend):
     """Creates the layers, owns their memory, and plans steps for all of them."""
 
-    capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES, sinks=True, softcap=True)
+    capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES, sinks=True, softcap=True, v_in_k=True)
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
@@ -46,7 +46,7 @@ class TorchAttention(AttentionBackend):
         return layer
 
     def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.cache_dtype.itemsize
+        return cache_bytes(spec, self.context.block_size, self.cache_dtype)
 
     def allocate(self, num_blocks: int) -> None:
         self._num_slots = num_blocks * self.context.block_size
@@ -80,23 +80,27 @@ class TorchLayer(AttentionLayer):
         self.spec = spec
         self._shape = LayerShape.of(spec)
         self._backend = backend
+        self._own: list[torch.Tensor] = []  # K and V; K alone if V is in it
         self._k = self._v = torch.empty(0)
 
     def allocate(self, num_slots: int) -> None:
         """Caches of `num_slots` slots and the two besides. Memory that is never written is never touched: on a CPU it costs nothing yet."""
+        self._own.clear()
         self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
         shape = (num_slots + 2, self.spec.kv_heads, self.spec.head_size)
-        self._k, self._v = (torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device) for _ in range(2))
-        self._k[num_slots] = 0
-        self._v[num_slots] = 0
+        own = [torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device) for _ in range(1 if self.spec.v_in_k else 2)]
+        for cache in own:
+            cache[num_slots] = 0
+        self._own, self._k, self._v = own, own[0], own[-1][..., : self.spec.out_size]
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         scales = self.kv_scales or ONE
-        for cache, values, scale in ((self._k, k, scales.k), (self._v, v, scales.v)):
-            as_bytes(cache).index_copy_(0, self._backend.slots, as_bytes(stored(values, scale, cache.dtype)))
+        for cache, values, scale in zip(self._own, (k, v), (scales.k, scales.v), strict=False):
+            if values is not None:
+                as_bytes(cache).index_copy_(0, self._backend.slots, as_bytes(stored(values, scale, cache.dtype)))
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], self.spec.out_size)
         if self._backend.num_tokens < len(q):
             out[self._backend.num_tokens :] = 0
         if self.kv_scales is not None:
@@ -105,11 +109,13 @@ class TorchLayer(AttentionLayer):
         sinks = None if sinks is None else sinks.detach().float()
         for part in self._backend.parts[self._shape]:
             part.attend(self.spec, self._k, self._v, q, out, sinks)
-        return out if self.kv_scales is None else out.mul_(self.kv_scales.v)
+        if self.kv_scales is not None:
+            out *= self.kv_scales.k if self.spec.v_in_k else self.kv_scales.v
+        return out
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
         """Copy all blocks at once: no block of `dst` may be in `src`."""
-        for cache in (as_bytes(self._k), as_bytes(self._v)):
+        for cache in map(as_bytes, self._own):
             blocks = cache[:-2].view(-1, block_size, *cache.shape[1:])
             blocks.index_copy_(0, dst, blocks.index_select(0, src))
 

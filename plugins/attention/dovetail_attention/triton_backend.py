@@ -7,7 +7,7 @@ A CUDA graph may be captured of a step whose rows have one query token each, and
 of a step planned with `mixed_graph`, whose grids are as large as any step of as many tokens needs. It serves steps with or without a shared prefix if
 the captured step had one, without if it had none.
 
-      cache of a layer    [num_blocks, kv_heads, block_size, head_size], K and V apart
+      cache of a layer    [num_blocks, kv_heads, block_size, head_size], K and V apart; K alone if V is in it
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
-from dovetail_attention.layer_shape import LayerShape, sinks_of
+from dovetail_attention.layer_shape import LayerShape, cache_bytes, sinks_of
 from dovetail_attention.scaled import CACHE_DTYPES, as_bytes
 from dovetail_attention.triton_schedule import TILE_NUMBERS
 from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Limits, Schedule, StepBuffers
@@ -41,6 +41,7 @@ MERGE_NUMBERS = 4096  # of parts of a row, that a program puts together at once
 LEAST_M = 16  # queries of a tile for the tensor cores
 LEAST_OF_FP8 = 32  # numbers of a head: matrix units take 16 at least, and kernels read FP8 as pairs
 INTERPRETED_PROCESSORS = 4
+LATENT_SIZES, LATENT_RESTS = range(8, 513, 8), range(0, 129, 8)  # numbers of K that are V too, and that aren't
 LEAST_FOR_FP8 = (8, 9)  # compute capability from which Triton has the type
 LOADS_APART = "prefill with warps of their own for loading"
 
@@ -56,6 +57,7 @@ class TritonAttention(AttentionBackend):
         cache_dtypes=CACHE_DTYPES,
         sinks=True,
         softcap=True,
+        v_in_k=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
@@ -73,7 +75,16 @@ class TritonAttention(AttentionBackend):
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
         """Where the kernels were never measured, they are tried with such layers first: a GPU for which one doesn't compile, or computes something
         else, is served by another backend."""
-        if reasons := super().reasons_against(context, layers):
+        reasons = super().reasons_against(context, layers)
+        if any(layer.v_in_k and layer.kv_heads > 1 for layer in layers):
+            reasons.append("latent attention with more than one KV head isn't supported")
+        for size, rest in sorted({(layer.out_size, layer.head_size - layer.out_size) for layer in layers if layer.v_in_k}):
+            if size not in LATENT_SIZES or rest not in LATENT_RESTS:
+                reasons.append(
+                    f"latent attention with K of {size + rest} numbers, {size} of them V: these must be a multiple of 8 up to {LATENT_SIZES[-1]}, "
+                    f"and the others up to {LATENT_RESTS[-1]}"
+                )
+        if reasons:
             return reasons
         device = torch.device(context.device)
         if (gpu := gpu_of(device)) is None:
@@ -97,7 +108,7 @@ class TritonAttention(AttentionBackend):
         return layer
 
     def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.cache_dtype.itemsize
+        return cache_bytes(spec, self.context.block_size, self.cache_dtype)
 
     def allocate(self, num_blocks: int) -> None:
         for layer in self._layers:
@@ -133,29 +144,35 @@ class TritonLayer(AttentionLayer):
         self.spec, self._backend = spec, backend
         self._shape = LayerShape.of(spec)
         self._k = self._v = torch.empty(0)
-        self._padded_size = max(self._shape.padded_size, LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0)
+        least = LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0
+        self._padded_size = max(self._shape.padded_size, least)
+        self._padded_rest = max(self._shape.padded_rest, least) if self._shape.rest else 0
         self._described: list[Any] | None = None  # K and V, for the tensor memory accelerator
 
     def allocate(self, num_blocks: int) -> None:
         self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
         shape = (num_blocks, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
-        self._k, self._v = (torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device) for _ in range(2))
+        self._k = torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device)
+        self._v = self._k if self.spec.v_in_k else torch.empty_like(self._k)
         self._described = None
         block_stride, head_stride, token_stride, _ = self._k.stride()
         self._paging: dict[str, Any] = {
             "BLOCK_SIZE": self._backend.context.block_size,
             "BLOCK_STRIDE": block_stride,
             "TOKEN_STRIDE": token_stride,
-            "HEAD_STRIDE": head_stride,
+            "HEAD_STRIDE": 0 if self.spec.v_in_k else head_stride,  # groups of a latent layer read the same K
         }
 
-    def cache_for_fused_write(self) -> FusedCache:
+    def cache_for_fused_write(self) -> FusedCache | None:
+        if self.spec.v_in_k:
+            return None
         return FusedCache(self._k.transpose(1, 2), self._v.transpose(1, 2), self._backend.planned.slots, self.kv_scales)
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if len(k) == 0:
             return
-        k, v = _heads_together(k), _heads_together(v)
+        k = _heads_together(k)
+        v = k if v is None else _heads_together(v)
         tokens, width = self._backend.tilings.scatter
         launch(triton_cache.scatter, (-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width)))(
             k,
@@ -172,6 +189,7 @@ class TritonLayer(AttentionLayer):
             M=tokens,
             N=width,
             SCALED=self.kv_scales is not None,
+            LATENT=self.spec.v_in_k,
             **self._paging,
         )
 
@@ -179,7 +197,7 @@ class TritonLayer(AttentionLayer):
         step = self._backend.planned
         schedule = step.schedules[self._shape]
         q = _heads_together(q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:2], self.spec.out_size)
         if schedule.zero_from is not None:
             out[schedule.zero_from :] = 0
         if schedule.decodes:
@@ -192,14 +210,14 @@ class TritonLayer(AttentionLayer):
         block = self._paging["BLOCK_STRIDE"]
         if len(src):
             launch(triton_cache.copy_in_order, (-(-block // COPY_WIDTH),))(
-                as_bytes(self._k), as_bytes(self._v), src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH
+                as_bytes(self._k), as_bytes(self._v), src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH, LATENT=self.spec.v_in_k
             )
 
     @property
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales of K and V; without any, tensors that kernels don't read."""
         scales = self.kv_scales
-        return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.v)
+        return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.k if self.spec.v_in_k else scales.v)
 
     def _constants(self, q: torch.Tensor) -> dict[str, Any]:
         softcap = self.spec.softcap
@@ -211,8 +229,11 @@ class TritonLayer(AttentionLayer):
             "Q_HEAD_STRIDE": self.spec.head_size,
             "HEADS": self.spec.heads,
             "GROUP": self._shape.group,
-            "D": self.spec.head_size,
+            "D": self._shape.head_size,
             "D_PADDED": self._padded_size,
+            "REST": self._shape.rest,
+            "REST_PADDED": self._padded_rest,
+            "LATENT": self._shape.latent,
             "PRECISION": "ieee",
             "SCALED": self.kv_scales is not None,
             **self._paging,
@@ -248,11 +269,11 @@ class TritonLayer(AttentionLayer):
         prefixed = schedule.prefix.parts > 0 or (schedule.may_share and captured)
         if prefixed:
             tiles = -(-schedule.decodes * self._shape.group // schedule.prefix_queries)
-            launch(triton_decode.attend_prefix, (self.spec.kv_heads, tiles, PREFIX_PARTS))(
+            launch(triton_decode.attend_prefix, (self._shape.kv_heads, tiles, PREFIX_PARTS))(
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
             )
         merged = max(1, MERGE_NUMBERS // (self._shape.padded_group * self._padded_size))
-        launch(triton_decode.decode_shares, (self.spec.kv_heads, tables.shares))(
+        launch(triton_decode.decode_shares, (self._shape.kv_heads, tables.shares))(
             q,
             out,
             self._k,
@@ -279,7 +300,7 @@ class TritonLayer(AttentionLayer):
         if tiling.loads_apart:
             self._prefill_on_a_hopper(tiling, q, out, step, schedule)
             return
-        launch(triton_prefill.prefill_tiles, (self.spec.kv_heads, schedule.num_tiles))(
+        launch(triton_prefill.prefill_tiles, (self._shape.kv_heads, schedule.num_tiles))(
             q,
             out,
             self._k,

@@ -31,6 +31,7 @@ def scatter(
     M: tl.constexpr,
     N: tl.constexpr,
     SCALED: tl.constexpr,  # the caches hold codes of e4m3, uint8
+    LATENT: tl.constexpr,  # V is in K: there is no other
 ):
     """N numbers of each of M tokens' K and V. The heads of a token follow each other in k and v."""
     token = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
@@ -39,16 +40,18 @@ def scatter(
     mask = (slot >= 0)[:, None] & (i < KV_HEADS * D)[None, :]
     place = (slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE)[:, None] + (i // D * HEAD_STRIDE + i % D)[None, :]
     new_k = tl.load(k + token[:, None] * K_TOKEN_STRIDE + i[None, :], mask=mask)
-    new_v = tl.load(v + token[:, None] * V_TOKEN_STRIDE + i[None, :], mask=mask)
     if SCALED:
         new_k = scaled_codes(new_k.to(tl.float32), tl.load(k_scale))
-        new_v = scaled_codes(new_v.to(tl.float32), tl.load(v_scale))
     tl.store(k_cache + place, new_k, mask=mask)
-    tl.store(v_cache + place, new_v, mask=mask)
+    if not LATENT:
+        new_v = tl.load(v + token[:, None] * V_TOKEN_STRIDE + i[None, :], mask=mask)
+        if SCALED:
+            new_v = scaled_codes(new_v.to(tl.float32), tl.load(v_scale))
+        tl.store(v_cache + place, new_v, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
-def copy_in_order(k_cache, v_cache, src, dst, count, BLOCK_STRIDE: tl.constexpr, N: tl.constexpr):
+def copy_in_order(k_cache, v_cache, src, dst, count, BLOCK_STRIDE: tl.constexpr, N: tl.constexpr, LATENT: tl.constexpr):
     """N numbers of each block, pair after pair: who copies to a place is also who reads it later, so the order holds."""
     i = tl.program_id(0) * N + tl.arange(0, N)
     mask = i < BLOCK_STRIDE
@@ -56,7 +59,8 @@ def copy_in_order(k_cache, v_cache, src, dst, count, BLOCK_STRIDE: tl.constexpr,
         source = tl.load(src + pair) * BLOCK_STRIDE + i
         target = tl.load(dst + pair) * BLOCK_STRIDE + i
         k = tl.load(k_cache + source, mask=mask)
-        v = tl.load(v_cache + source, mask=mask)
         tl.store(k_cache + target, k, mask=mask)
-        tl.store(v_cache + target, v, mask=mask)
+        if not LATENT:
+            v = tl.load(v_cache + source, mask=mask)
+            tl.store(v_cache + target, v, mask=mask)
         tl.debug_barrier()  # the threads of a program may share out loads and stores differently

@@ -48,6 +48,9 @@ def decode_shares(
     M: tl.constexpr,  # GROUP, padded
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    REST: tl.constexpr,  # numbers of K after the first D
+    REST_PADDED: tl.constexpr,
+    LATENT: tl.constexpr,  # the first D numbers of K are V
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -80,7 +83,8 @@ def decode_shares(
             numbers: tl.constexpr = LINE // (k_cache.dtype.element_ty.primitive_bitwidth // 8)  # of a line
             lines = first_tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + numbers - 1) // numbers) * numbers, D - 1)[None, :]
             fetch(k_cache + lines)
-            fetch(v_cache + lines)
+            if not LATENT:
+                fetch(v_cache + lines)
     if PREFIXED:
         prefix_parts, prefix_tokens = tl.load(bounds), tl.load(bounds + 1)
     if SCALED:
@@ -89,6 +93,10 @@ def decode_shares(
     wait(PDL)
     for segment in range(first_segment, last_segment):
         query = to_multiply(tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0), SCALED)
+        if REST > 0:
+            q_rest = _rest(q + token * Q_TOKEN_STRIDE, head, member < GROUP, Q_HEAD_STRIDE, D, REST, REST_PADDED, SCALED)
+        else:
+            q_rest = query
         if SINKS:  # a row's first segment counts them
             first = tl.load(rows + place * 3 + 1, mask=place >= 0, other=0)
             acc, top, total = sinks_seen(sinks, head, (member < GROUP) & ((place < 0) | (segment == first)), M, D_PADDED)
@@ -106,6 +114,7 @@ def decode_shares(
             top,
             total,
             query,
+            q_rest,
             k_cache + kv_head * HEAD_STRIDE,
             v_cache + kv_head * HEAD_STRIDE,
             table + row.to(tl.int64) * TABLE_STRIDE,
@@ -117,6 +126,9 @@ def decode_shares(
             cap,
             D,
             D_PADDED,
+            REST,
+            REST_PADDED,
+            LATENT,
             N,
             BLOCK_SIZE,
             BLOCK_STRIDE,
@@ -160,6 +172,13 @@ def decode_shares(
     first_padding = tl.load(bounds + 3).to(tl.int64)
     for i in range(share, tl.load(bounds + 4), tl.num_programs(1)):
         tl.store(out + ((first_padding + i) * HEADS + head[:, None]) * D + d[None, :], tl.zeros([M, D_PADDED], out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _rest(q, head, real, Q_HEAD_STRIDE: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, REST_PADDED: tl.constexpr, SCALED: tl.constexpr):
+    """Return the numbers of queries that K's after the first D are multiplied with, [M, REST_PADDED]."""
+    rest = tl.arange(0, REST_PADDED)[None, :]
+    return to_multiply(tl.load(q + head[:, None] * Q_HEAD_STRIDE + D + rest, mask=real[:, None] & (rest < REST), other=0.0), SCALED)
 
 
 @triton.jit
@@ -291,6 +310,9 @@ def attend_prefix(
     M: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    LATENT: tl.constexpr,
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -319,6 +341,10 @@ def attend_prefix(
     token = tl.load(rows + row * 3, mask=real, other=0).to(tl.int64)
     mask = real[:, None] & (d < D)[None, :]
     query = to_multiply(tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=mask, other=0.0), SCALED)
+    if REST > 0:
+        q_rest = _rest(q + token[:, None] * Q_TOKEN_STRIDE, head, real, Q_HEAD_STRIDE, D, REST, REST_PADDED, SCALED)
+    else:
+        q_rest = query
     if SCALED:
         scale *= tl.load(k_scale)
     steps = tl.cdiv(tl.cdiv(tokens, N), parts)
@@ -329,6 +355,7 @@ def attend_prefix(
         top,
         total,
         query,
+        q_rest,
         k_cache + kv_head * HEAD_STRIDE,
         v_cache + kv_head * HEAD_STRIDE,
         table,
@@ -340,6 +367,9 @@ def attend_prefix(
         cap,
         D,
         D_PADDED,
+        REST,
+        REST_PADDED,
+        LATENT,
         N,
         BLOCK_SIZE,
         BLOCK_STRIDE,

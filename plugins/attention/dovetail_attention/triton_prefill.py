@@ -36,6 +36,9 @@ def prefill_tiles(
     M: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    LATENT: tl.constexpr,
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -66,6 +69,12 @@ def prefill_tiles(
     token = first_token + query
     q_tile = tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
     q_tile = to_multiply(q_tile, SCALED)
+    if REST > 0:
+        rest = tl.arange(0, REST_PADDED)[None, :]
+        q_rest_at = q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + D + rest
+        q_rest = to_multiply(tl.load(q_rest_at, mask=(query < queries)[:, None] & (rest < REST), other=0.0), SCALED)
+    else:
+        q_rest = q_tile
     if SCALED:
         scale *= tl.load(k_scale)
 
@@ -91,16 +100,19 @@ def prefill_tiles(
         acc, top, total = nothing_seen(M, D_PADDED)
     if WINDOW > 0:
         acc, top, total = attend_range(
-            acc, top, total, q_tile, k_head, v_head, table_row, low // N * N, edge, low, position, scale, cap,
-            D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
+            acc, top, total, q_tile, q_rest, k_head, v_head, table_row, low // N * N, edge, low, position, scale, cap,
+            D, D_PADDED, REST, REST_PADDED, LATENT, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE,
+            BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
         )  # fmt: skip
     acc, top, total = attend_range(
-        acc, top, total, q_tile, k_head, v_head, table_row, edge, diagonal, 0, position, scale, cap,
-        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=False, CAUSAL=False, WINDOW=0, CAPPED=CAPPED, PRECISION=PRECISION,
+        acc, top, total, q_tile, q_rest, k_head, v_head, table_row, edge, diagonal, 0, position, scale, cap,
+        D, D_PADDED, REST, REST_PADDED, LATENT, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE,
+        BOUNDED=False, CAUSAL=False, WINDOW=0, CAPPED=CAPPED, PRECISION=PRECISION,
     )  # fmt: skip
     acc, top, total = attend_range(
-        acc, top, total, q_tile, k_head, v_head, table_row, diagonal, end, low, position, scale, cap,
-        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
+        acc, top, total, q_tile, q_rest, k_head, v_head, table_row, diagonal, end, low, position, scale, cap,
+        D, D_PADDED, REST, REST_PADDED, LATENT, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE,
+        BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
     )  # fmt: skip
     acc = acc / total[:, None]
     if SCALED:

@@ -117,7 +117,7 @@ class Schedule:
     @property
     def prefix_queries(self) -> int:
         """Return the queries of a tile that attends to a shared prefix."""
-        return 64 if self.limits.on_matrix_units else 16
+        return (32 if self.shape.latent else 64) if self.limits.on_matrix_units else 16
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
         single = rows.queries == 1

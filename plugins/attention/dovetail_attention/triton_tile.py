@@ -72,6 +72,7 @@ def attend_range(
     top,  # [M] float32: largest score so far
     total,  # [M] float32: sum of the weights
     q,  # [M, D_PADDED], of the dtype to multiply in
+    q_rest,  # [M, REST_PADDED]: of K's numbers after the first D; without any, what isn't read
     k_head,  # the kv head's place in block 0 of the cache
     v_head,
     table_row,  # the row's block ids
@@ -83,6 +84,9 @@ def attend_range(
     cap,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    REST: tl.constexpr,  # numbers of K after the first D
+    REST_PADDED: tl.constexpr,
+    LATENT: tl.constexpr,  # the first D numbers of K are V
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
@@ -100,6 +104,8 @@ def attend_range(
         k_head, v_head = k_head.to(tl.pointer_type(tl.int16), bitcast=True), v_head.to(tl.pointer_type(tl.int16), bitcast=True)
         q_evens, q_odds = tl.split(tl.reshape(q, [q.shape[0], D_PADDED // 2, 2]))
         evens, odds = tl.split(tl.reshape(acc, [acc.shape[0], D_PADDED // 2, 2]))
+        if REST > 0:
+            rest_evens, rest_odds = tl.split(tl.reshape(q_rest, [q.shape[0], REST_PADDED // 2, 2]))
     lane = tl.arange(0, N)
     d = tl.arange(0, D_PADDED // at_once)
     blocks = block_ids(table_row, first, last, low, N, BLOCK_SIZE)
@@ -109,13 +115,25 @@ def attend_range(
         place = blocks.to(tl.int64) * (BLOCK_STRIDE // at_once) + token % BLOCK_SIZE * (TOKEN_STRIDE // at_once)
         blocks = block_ids(table_row, start + N, last, low, N, BLOCK_SIZE)  # a step ahead, so that K and V needn't wait for them
         k = _load(k_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
-        v = _load(v_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
+        if LATENT:
+            v = k
+        else:
+            v = _load(v_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
+        if REST > 0:
+            some = tl.arange(0, REST_PADDED // at_once)
+            k_rest = _load(k_head + D // at_once, place, exists, some, REST // at_once, REST_PADDED // at_once, BOUNDED)
         if paired:
             k_evens, k_odds = apart(k, q.dtype)
             scores = tl.dot(q_evens, tl.trans(k_evens), input_precision=PRECISION)  # [M, N]
             scores = tl.dot(q_odds, tl.trans(k_odds), scores, input_precision=PRECISION)
+            if REST > 0:
+                k_evens, k_odds = apart(k_rest, q.dtype)
+                scores = tl.dot(rest_evens, tl.trans(k_evens), scores, input_precision=PRECISION)
+                scores = tl.dot(rest_odds, tl.trans(k_odds), scores, input_precision=PRECISION)
         else:
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if REST > 0:
+                scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         factor = scale
         if CAPPED:
             scores = tanh(scores * scale)

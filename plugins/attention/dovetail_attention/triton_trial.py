@@ -66,7 +66,7 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
         qkv = torch.randn(tokens, spec.heads + 2 * spec.kv_heads, spec.head_size, generator=generator) * KV_SCALE
         qkv = qkv.to(device, getattr(torch, backend.context.dtype))
         q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-        layer.write(k, v)
+        layer.write(k, None if spec.v_in_k else v)
         outputs.append(layer.attend(q).float())
     return torch.cat(outputs)
 

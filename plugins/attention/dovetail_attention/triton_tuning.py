@@ -34,16 +34,27 @@ class Shape:
     windowed: bool = False
     cache_itemsize: int | None = None  # bytes, of K and V in the cache, if not as many
     capped: bool = False  # scores have a softcap
+    rest: int | None = None  # of a latent layer, numbers of K that aren't V, padded; None: K and V are apart
 
     @classmethod
     def of(cls, layer: LayerShape, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int) -> Shape:
         smaller = cache_dtype.itemsize if cache_dtype != dtype else None
-        return cls(layer.group, layer.padded_size, dtype.itemsize, block_size, layer.window is not None, smaller, layer.capped)
+        return cls(
+            layer.group,
+            layer.padded_size,
+            dtype.itemsize,
+            block_size,
+            layer.window is not None,
+            smaller,
+            layer.capped,
+            layer.padded_rest if layer.latent else None,
+        )
 
     @property
     def bytes_per_key(self) -> int:
         """The bytes of a token's K and V, for one head."""
-        return 2 * self.head_size * (self.cache_itemsize or self.itemsize)
+        numbers = 2 * self.head_size if self.rest is None else self.head_size + self.rest
+        return numbers * (self.cache_itemsize or self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +89,7 @@ class PrefillTiling:
 
     def shared_bytes(self, shape: Shape) -> int:
         """The most shared memory that a program takes without `loads_apart`: K and V of each stage, and queries or weights of a step's keys."""
-        kept = self.queries * max(shape.head_size, self.keys) * shape.itemsize
+        kept = self.queries * max(shape.head_size + (shape.rest or 0), self.keys) * shape.itemsize
         return self.stages * self.keys * shape.bytes_per_key + kept + SPARE_BYTES
 
 
@@ -132,18 +143,36 @@ _LOADS_APART = {  # head size, of 2 bytes a number
 }
 
 
+# Latent layers, whose sums of V's size fill the registers; not measured.
+_LATENT_DECODE = {  # bytes of a number, and query heads at most: (keys, warps, stages, programs)
+    (2, 32): DecodeTiling(16, 4, 3, 2),
+    (2, 64): DecodeTiling(32, 8, 2, 1),
+    (4, 64): DecodeTiling(16, 8, 1, 1),
+}
+_LATENT_PREFILL = {
+    2: (PrefillTiling(64, 32, 8, 2), PrefillTiling(32, 32, 8, 1), PrefillTiling(16, 16, 8, 1)),
+    4: (PrefillTiling(16, 16, 8, 1),),
+}
+
+
 def _hopper_decode(shape: Shape) -> DecodeTiling:
+    if shape.rest is not None:
+        return next(tiling for (itemsize, most), tiling in _LATENT_DECODE.items() if shape.itemsize == itemsize and shape.group <= most)
     return next(tiling for most, tiling in _HOPPER_DECODE.items() if shape.bytes_per_key <= 2 * most)
 
 
 def _cuda_prefill(shape: Shape, shared_bytes: int | None = None) -> PrefillTiling:
     """The first that has room in so much shared memory, if that is said."""
-    row = next(row for (itemsize, most), row in _PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
+    if shape.rest is None:
+        row = next(row for (itemsize, most), row in _PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
+    else:
+        row = _LATENT_PREFILL[shape.itemsize]
     return next((tiling for tiling in row if shared_bytes is None or tiling.shared_bytes(shape) <= shared_bytes), row[-1])
 
 
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
-    tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and not shape.windowed and not shape.capped else None
+    plain = not shape.windowed and not shape.capped and shape.rest is None
+    tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and plain else None
     if tiling is None or (tiling.keys % shape.block_size and shape.block_size % tiling.keys):
         return _cuda_prefill(shape)
     return tiling
@@ -160,6 +189,8 @@ def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
 
 
 def _prefill_without_matrix_units(shape: Shape) -> PrefillTiling:
+    if shape.rest is not None:
+        return _LATENT_PREFILL[4][-1]
     return next(tiling for most, tiling in _PREFILL_WITHOUT_MATRIX_UNITS.items() if shape.head_size <= most)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.errors import DovetailError
 from dovetail_models.transformers_attention import AttentionCall, bind, specs_of
 
 TOLERANCE = 1e-4  # largest difference, in root mean squares of the reference's states
@@ -33,7 +34,9 @@ class PlainAttention(AttentionLayer):
         self.spec, self._batch = spec, batch
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        if v is None:
+            raise DovetailError("attention modules of transformers have a V")
         start = 0
         for row, count in self._batch.rows:
             new = k[start : start + count], v[start : start + count]

@@ -22,7 +22,7 @@ class PlainLayer(TorchLayer):
     _backend: PlainAttention
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(q)
+        out = q.new_zeros(*q.shape[:2], self.spec.out_size)
         for row, tokens, length in self.rows():
             slots = self.slots(row, torch.arange(length))
             out[tokens] = self.attend_row(q[tokens], self._k[slots], self._v[slots])
@@ -1070,3 +1070,64 @@ class CapsTheSink(_WithSinks):
         def sink(self) -> torch.Tensor:
             cap = self.spec.softcap
             return super().sink() if cap is None else torch.tanh(super().sink() / cap) * cap
+
+
+class _Latent(PlainAttention):
+    """Right, and the base of those that aren't."""
+
+    capabilities = AttentionCapabilities(v_in_k=True, cache_dtypes=("float8_e4m3fn",))
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            scales = ONE if self.kv_scales is None else self.kv_scales
+            return super().attend_row(q, k.float() * scales.k, v.float() * self.v_scale(scales)).to(q.dtype)
+
+        def v_scale(self, scales: KVScales) -> torch.Tensor:
+            return scales.k if self.spec.v_in_k else scales.v
+
+
+@mutant(caught_by="attention.v_in_k")
+class TakesTheLastNumbersOfKForV(_Latent):
+    class layer(_Latent.layer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return super().attend_row(q, k, k[..., -self.spec.out_size :] if self.spec.v_in_k else v)
+
+
+@mutant(caught_by="attention.v_in_k")
+class ScoresByWhatIsVToo(_Latent):
+    """Leaves out the numbers of K that aren't V."""
+
+    class layer(_Latent.layer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            size = self.spec.out_size
+            return super().attend_row(q[..., :size], k[..., :size], v)
+
+
+@mutant(caught_by="attention.v_in_k")
+class ScalesLatentsAsV(_Latent):
+    class layer(_Latent.layer):  # noqa: N801
+        def v_scale(self, scales: KVScales) -> torch.Tensor:
+            return scales.v
+
+
+@mutant(caught_by="attention.v_in_k")
+class HasRoomForFewHeads(_Latent):
+    class layer(_Latent.layer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = super().attend_row(q, k, v)
+            out[:, 64:] = 0
+            return out
+
+
+@mutant(caught_by="attention.v_in_k_memory")
+class CountsVOfLatentsToo(_Latent):
+    def bytes_per_block(self, spec: LayerSpec) -> int:
+        return 2 * super().bytes_per_block(replace(spec, v_in_k=True))
+
+
+@mutant(caught_by="attention.v_in_k_memory")
+class CopiesWhatIsVOfLatents(_Latent):
+    class layer(_Latent.layer):  # noqa: N801
+        def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
+            blocks = self._v[:-2].unflatten(0, (-1, block_size))
+            blocks[dst] = blocks[src]

@@ -17,7 +17,7 @@ from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.attention_bench import Bench, Case, cases
 from dovetail.testing.suites.attention_judging import assert_as_defined, assert_close, assert_sees
-from dovetail.testing.suites.attention_scores import AttentionScores
+from dovetail.testing.suites.attention_latent import AttentionLatent
 from dovetail.testing.suites.attention_small_cache import LONG
 from dovetail.testing.suites.repeatable import repeatable
 
@@ -25,7 +25,7 @@ LONGER = 4500  # tokens: more than a kernel takes in one part
 MANY_ROWS = 70
 
 
-class AttentionSuite(AttentionScores):
+class AttentionSuite(AttentionLatent):
     """The suite of attention backends: what they compute, and what they declare."""
 
     @check("attention.values", since="0.1")
@@ -127,7 +127,7 @@ class AttentionSuite(AttentionScores):
         """`reasons_against` has a sentence for each thing that the backend can't do, naming the value. The default does that from `capabilities`;
         one of your own adds to it, never takes away."""
         for value, context, layer in self.undeclared():
-            fine = replace(layer, head_size=self.head_sizes()[0], window=None, sinks=False, softcap=None)
+            fine = replace(layer, head_size=self.head_sizes()[0], window=None, sinks=False, softcap=None, v_in_k=False)
             reasons = self.component_class.reasons_against(context, [fine, layer])
             named = [r for r in reasons if isinstance(r, str) and str(value) in r and len(r.split()) > 2]
             require(named, f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}")
@@ -153,6 +153,8 @@ class AttentionSuite(AttentionScores):
             beyond.append(("sinks", fine, replace(layer, sinks=True)))
         if not claims.softcap:
             beyond.append(("softcap", fine, replace(layer, softcap=30.0)))
+        if not claims.v_in_k:
+            beyond.append(("v_in_k", fine, replace(layer, v_in_k=True)))
         return beyond
 
     def assert_claimed(self, context: AttentionContext, layer: LayerSpec) -> None:

@@ -39,6 +39,7 @@ class Case:
     scale: float | None = None  # None: 1 / sqrt(head_size)
     sinks: tuple[bool, ...] = (False,)  # whether layers have sinks; they take these in turn
     softcaps: tuple[float | None, ...] = (None,)  # likewise
+    v_in_k: int | None = None  # numbers of K that are V; None: V is stored
     mixed_graph: bool = False  # all steps are planned so
     cache_dtype: str | None = None  # of K and V in the cache, if another
     kv_scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # of K and V in such a cache, which layers take in turn
@@ -62,6 +63,8 @@ class Case:
                 self.windows[i],
                 sinks=self.sinks[i % len(self.sinks)],
                 softcap=self.softcaps[i % len(self.softcaps)],
+                v_in_k=self.v_in_k is not None,
+                v_head_size=self.v_in_k,
             )
             for i, shape in enumerate(shapes)
         ]
@@ -132,6 +135,8 @@ class Bench:
             return [[torch.randn((n, heads(spec), spec.head_size), generator=generator).to(case.torch_dtype) for n in lens] for spec in case.specs]
 
         self.k, self.v = (normal(case.lens, lambda spec: spec.kv_heads) for _ in range(2))
+        if case.v_in_k is not None:
+            self.v = [[row[..., : case.v_in_k] for row in rows] for rows in self.k]  # views
         self.q = normal(case.queries, lambda spec: spec.heads)
         self.sinks = [2 * torch.randn(spec.heads, generator=generator) + 1 if spec.sinks else None for spec in case.specs]
         for layer, sinks in zip(self.layers, self.sinks, strict=True):
@@ -170,7 +175,8 @@ class Bench:
             for layer in self.layers:
                 shape = (-1, layer.spec.kv_heads, layer.spec.head_size)
                 filled = (values[part, None, None].expand(shape) for values in (k, v))
-                layer.write(*(values.to(dtype=self.case.torch_dtype, device=self.case.device).contiguous() for values in filled))
+                own_k, own_v = (values.to(dtype=self.case.torch_dtype, device=self.case.device).contiguous() for values in filled)
+                layer.write(own_k, None if layer.spec.v_in_k else own_v)
 
     def plan_rows(self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> None:
         self.backend.plan(self.batch(table, queries, lens, padding, shared))
@@ -219,7 +225,7 @@ class Bench:
             k, v = (
                 [row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v)
             )
-            layer.write(self.tensor(k, padding), self.tensor(v, padding))
+            layer.write(self.tensor(k, padding), None if layer.spec.v_in_k else self.tensor(v, padding))
 
     def tensor(self, rows: Sequence[torch.Tensor], padding: int = 0) -> torch.Tensor:
         """The rows' values [tokens, ...] on the device, and NaN for the padding tokens."""
@@ -230,7 +236,7 @@ class Bench:
         """Return each layer's output for the case's queries, in float64 on the CPU and without padding."""
         results = [layer.attend(self.tensor(q, padding)).clone() for layer, q in zip(self.layers, self.q, strict=True)]
         for spec, result in zip(self.case.specs, results, strict=True):
-            expected = (sum(self.case.queries) + padding, spec.heads, spec.head_size)
+            expected = (sum(self.case.queries) + padding, spec.heads, spec.out_size)
             require(result.shape == expected, f"attend() returned the shape {list(result.shape)}, expected {list(expected)}")
             require(result.dtype == self.case.torch_dtype, f"attend() returned {result.dtype}, expected the dtype of q, {self.case.torch_dtype}")
         return [result[: sum(self.case.queries)].double().cpu() for result in results]
@@ -269,5 +275,7 @@ class Bench:
         k, v = self.k[layer], self.v[layer]
         if (name := self.case.cache_dtype) is not None:
             dtype: torch.dtype = getattr(torch, name)
-            k, v = ([oracle.kept(row, scale, dtype) for row in rows] for rows, scale in zip((k, v), self.case.scales_of(layer), strict=True))
+            k_scale, v_scale = self.case.scales_of(layer)
+            v_scale = k_scale if self.case.v_in_k is not None else v_scale
+            k, v = ([oracle.kept(row, scale, dtype) for row in rows] for rows, scale in ((k, k_scale), (v, v_scale)))
         return list(zip(self.q[layer], k, v, strict=True))

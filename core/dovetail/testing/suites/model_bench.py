@@ -55,7 +55,10 @@ class KeptAttention(AttentionLayer):
         self.spec, self._sequences = spec, sequences
         self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        if self.spec.v_in_k != (v is None):
+            raise ValueError("a layer with v_in_k is given K alone, any other K and V")
+        v = k[..., : self.spec.out_size] if v is None else v
         counts = [tokens for _, tokens in self._sequences.step]
         for (name, _), new_k, new_v in zip(self._sequences.step, torch.split(k, counts), torch.split(v, counts), strict=True):
             old = self.kept.get(name)

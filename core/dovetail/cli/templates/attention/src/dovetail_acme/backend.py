@@ -77,9 +77,10 @@ class Layer(AttentionLayer):
         shape = (num_slots + 1, self.spec.kv_heads, self.spec.head_size)
         self.k, self.v = (torch.empty(shape, dtype=self.backend.dtype, device=self.backend.device) for _ in "kv")
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         self.k[self.backend.slots] = k  # slot -1 is the last, spare one
-        self.v[self.backend.slots] = v
+        if v is not None:  # None only for a backend that declares `v_in_k`
+            self.v[self.backend.slots] = v
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(q)  # [tokens, heads, head_size]
