@@ -1,7 +1,7 @@
-"""`AttentionSuite`: it checks that an attention backend keeps the contract of `dovetail.api.attention`.
+"""`AttentionSuite`: checks that an attention backend conforms to the contract of `dovetail.api.attention`.
 
-Values are judged against attention in float64 (`attention_oracle`): a backend may err a few times as much as plain arithmetic in the same dtype.
-Where a check can tell what went wrong, values are chosen to show it: with q = 0 and V = its position, the result is the mean position seen.
+Values are compared with attention in float64 (`attention_oracle`): a backend's error may be a few times that of direct arithmetic in the same dtype.
+Where possible, values are chosen to reveal the fault: with q = 0 and V = its position, the result is the mean of the attended positions.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from dovetail.testing.suites.attention_latent import AttentionLatent
 from dovetail.testing.suites.attention_small_cache import LONG
 from dovetail.testing.suites.repeatable import repeatable
 
-LONGER = 4500  # tokens: more than a kernel takes in one part
+LONGER = 4500  # tokens: more than a kernel processes in one part
 MANY_ROWS = 70
 
 
 class AttentionSuite(AttentionLatent):
-    """The suite of attention backends: what they compute, and what they declare."""
+    """Suite of attention backends: computed values and declared capabilities."""
 
     @check("attention.values", since="0.1")
     def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined(self) -> None:
-        """One step may hold rows of every sort, padding included, in any order. The pool's other slots hold NaN: what is read where no token of
-        the row lies turns the result into NaN, even with weight 0. Mask before the softmax and never multiply by what lies outside."""
+        """One step may contain all kinds of rows, including padding, in any order. The pool's other slots hold NaN: reading outside of the row's
+        tokens
+        makes the result NaN, even with weight 0. Mask before the softmax and never multiply by values outside."""
 
         blocks, heads = self.small(self.block_sizes()), self.small(self.head_sizes())
 
@@ -41,26 +42,27 @@ class AttentionSuite(AttentionLatent):
             assert_as_defined(self.bench(replace(case, device=self.place, dtype=self.tried_dtypes()[0])))
 
         each()
-        # what a kernel with tiles of rows, or parts of a row, can get wrong
+        # typical faults of kernels with tiles of rows, or parts of a row
         assert_as_defined(self.bench(self.case((3,) * MANY_ROWS, (1, 2) * (MANY_ROWS // 2), heads=2, kv_heads=1)))
         assert_as_defined(self.bench(self.case((LONGER, LONGER), (1, 3), heads=2, kv_heads=1)))
 
     @check("attention.causal", since="0.1")
     def test_a_query_sees_the_tokens_up_to_its_own(self) -> None:
-        """A query at position p sees positions 0 to p, those of its own step included, whatever the row's history. One more or one less is the
-        usual mistake where queries are counted from the start of the step and keys from the start of the row."""
+        """A query at position p attends to positions 0 to p, including those of its own step, for any history. Off-by-one errors are typical if
+        queries are
+        counted from the start of the step and keys from the start of the row."""
         size = self.claims.default_block_size()
         assert_sees(self.bench(self.case((0, size - 1, size, 3 * size + 1, 5), (2 * size + 1, 2, size + 1, 1, 7))))
 
     @check("attention.window", since="0.1", capability="window")
     def test_a_query_with_a_window_sees_that_many_tokens_itself_included(self) -> None:
-        """With `LayerSpec.window = w` a query at position p sees positions p - w + 1 to p. Layers of one model may differ in it."""
+        """With `LayerSpec.window = w` a query at position p attends to positions p - w + 1 to p. Windows may differ between layers."""
         size = self.claims.default_block_size()
         for window in (1, size, size + 1, 2 * size + 3):
             assert_sees(self.bench(self.case((0, size, 3 * size + 1), (size + 5, 7, 1), windows=(window, None), heads=2, kv_heads=1)))
         bench = self.bench(self.case((LONG + 300,), (1,), windows=(LONG,), heads=2, kv_heads=1))
         for row in bench.v[0]:
-            row += 1  # so that the mean of many isn't next to nothing
+            row += 1  # so that the mean of many isn't near 0
         assert_as_defined(bench, f"with a window of {LONG}: ")
 
     @check("attention.gqa", since="0.1")
@@ -82,7 +84,7 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.scale", since="0.1")
     def test_scores_are_scaled_by_what_the_layer_says(self) -> None:
-        """`LayerSpec.scale` multiplies q·k, in a layer with a window too; 1 / sqrt(head_size) is only the usual value of it."""
+        """`LayerSpec.scale` multiplies q·k, also with a window; 1 / sqrt(head_size) is only its usual value."""
         windows = (None, 12) if self.claims.window else (None,)
         for scale, size in product((0.02, 1.0), (min(self.head_sizes()), max(self.head_sizes()))):
             assert_as_defined(self.bench(self.case((0, 20), (30, 1), scale=scale, head_size=size, windows=windows)))
@@ -97,7 +99,7 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.dtypes", since="0.1")
     def test_each_declared_dtype_is_as_exact_as_plain_arithmetic_in_it(self) -> None:
-        """Sums over many tokens must be kept in float32, whatever the dtype of K and V. If a dtype is not meant to be served, declare fewer in
+        """Sums over many tokens must be accumulated in float32, for any dtype of K and V. If a dtype isn't supported, remove it from
         `capabilities.dtypes`."""
         for dtype in self.tried_dtypes():
             windows = (None, 20) if self.claims.window else (None,)
@@ -108,7 +110,7 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.head_sizes", since="0.1")
     def test_each_declared_head_size_is_served(self) -> None:
-        """All of `capabilities.head_sizes`, or some of every kind where any is declared; with a dtype and a block size for each in turn."""
+        """All of `capabilities.head_sizes`, or a selection if any is allowed; each with a dtype and a block size in turn."""
         sizes = self.head_sizes()
         for size, dtype, block_size in zip(sizes, cycle(self.tried_dtypes()), cycle(self.small(self.block_sizes())), strict=False):
             self.assert_claimed(AttentionContext(self.claims.devices[0], dtype, block_size), LayerSpec(0, 2, 1, size, 1.0))
@@ -116,7 +118,8 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.block_sizes", since="0.1")
     def test_each_declared_block_size_is_served(self) -> None:
-        """All of `capabilities.block_sizes`, or some multiples of `block_size_multiple`; rows end just before, at and just after a block's end."""
+        """All of `capabilities.block_sizes`, or some multiples of `block_size_multiple`; with rows ending right before, at and right after a block's
+        end."""
         for size in self.block_sizes():
             self.assert_claimed(AttentionContext(self.claims.devices[0], self.tried_dtypes()[0], size), LayerSpec(0, 2, 1, self.head_sizes()[0], 1.0))
             history = (max(0, size - 2), size - 1, size, 0)
@@ -124,8 +127,9 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.refusals", since="0.1")
     def test_what_is_not_declared_is_refused_in_words(self) -> None:
-        """`reasons_against` has a sentence for each thing that the backend can't do, naming the value. The default does that from `capabilities`;
-        one of your own adds to it, never takes away."""
+        """`reasons_against` must have a sentence for each unsupported feature, naming the value. The default derives them from `capabilities`; an
+        override
+        may add reasons, but not remove any."""
         for value, context, layer in self.undeclared():
             fine = replace(layer, head_size=self.head_sizes()[0], window=None, sinks=False, softcap=None, v_in_k=False)
             reasons = self.component_class.reasons_against(context, [fine, layer])
@@ -133,7 +137,7 @@ class AttentionSuite(AttentionLatent):
             require(named, f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}")
 
     def undeclared(self) -> list[tuple[object, AttentionContext, LayerSpec]]:
-        """Return, for each claim, a layer that exceeds this claim alone."""
+        """Return, for each capability, a layer that violates only this one."""
         claims, layer = self.claims, LayerSpec(0, 2, 1, self.head_sizes()[0], 1.0)
         fine = AttentionContext(claims.devices[0], claims.dtypes[0], claims.default_block_size())
         beyond: list[tuple[object, AttentionContext, LayerSpec]] = [
@@ -163,8 +167,9 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_prefix_that_rows_share_is_attended_as_defined(self) -> None:
-        """`shared_prefix_blocks` says that the first blocks of all rows are the same, so that they may be read once; it changes no value. Rows may
-        still be of any sort, and layers may have windows. What was read in one step isn't the prefix of the next, however alike they look."""
+        """`shared_prefix_blocks` means that the first blocks of all rows are the same, so that they may be read once; it changes no value. Rows may
+        still be of
+        any kind, and layers may have windows. The prefix of one step isn't that of the next, even if they look alike."""
         size = self.claims.default_block_size()
         blocks = -(-160 // size)
         tails = tuple(blocks * size + n for n in (1, size, 2 * size + 3, 7, 30))
@@ -174,15 +179,16 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.fused_write", since="0.1", capability="fused_write")
     def test_what_is_written_into_the_open_cache_is_what_write_writes(self) -> None:
-        """`cache_for_fused_write` lays the cache open: token i's K at k[slots[i] // block_size, slots[i] % block_size]. It must be the memory that
-        `attend` reads, and `slots` those of the last plan, -1 for padding, at the same addresses after each plan; after another `allocate` it is the
-        new memory."""
+        """`cache_for_fused_write` exposes the cache: token i's K at k[slots[i] // block_size, slots[i] % block_size]. It must be the memory that
+        `attend`
+        reads, with `slots` of the last plan, -1 for padding, at the same addresses after each plan; after another `allocate` it is the new memory."""
         self.assert_written_when_open(self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False)))
 
     @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
     def test_a_step_planned_for_a_mixed_graph_is_attended_as_any_other(self) -> None:
-        """With `mixed_graph`, `attend` launches what any step of as many padded tokens needs: decodes, prefills, both, or none at all. Grids are as
-        large as the tokens allow, programs that have nothing to do end, and padding is left alone. `num_rows` may be 0."""
+        """With `mixed_graph`, `attend` launches kernels for any step with the same padded number of tokens: decodes, prefills, both, or none at all.
+        Size grids
+        for all tokens, let idle programs exit, and don't touch padding. `num_rows` may be 0."""
         window = 20 if self.claims.window else None
         for history, queries in (
             ((0, 17, 90, 5, 0), (30, 1, 7, 1, 2)),
@@ -198,9 +204,11 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.graph", since="0.1", capability="cuda_graph")
     def test_a_captured_step_serves_any_other_of_its_size(self) -> None:
-        """A graph replays the kernels of its capture: everything that differs between steps lies in buffers that `plan` fills, at the same
-        addresses. `plan` neither waits for the device nor is part of the graph. Rows that became padding are left alone. A captured decode serves
-        any step of as many rows; what was captured with `mixed_graph`, where that is declared, any step of as many tokens."""
+        """A graph replays the kernels of its capture: everything that differs between steps must be in buffers that `plan` fills, at fixed addresses.
+        `plan`
+        doesn't wait for the device and isn't part of the graph. Rows that became padding aren't touched. A captured decode serves any step with the
+        same
+        number of rows; a capture with `mixed_graph`, if declared, any step with the same number of tokens."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
         scores = {"sinks": (self.claims.sinks,), "softcaps": (20.0 if self.claims.softcap else None,)}

@@ -1,4 +1,4 @@
-"""Ragged steps for attention backends: drawn as plain lengths, run through the interface alone."""
+"""Ragged steps for attention backends: drawn as plain lengths, run only through the interface."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCo
 from dovetail.testing.checks import require
 from dovetail.testing.suites import attention_oracle as oracle
 
-Tensors = list[list[torch.Tensor]]  # [layer][row], on the CPU, values that the case's dtype can hold
+Tensors = list[list[torch.Tensor]]  # [layer][row], on the CPU, with values representable in the case's dtype
 MakeBackend = Callable[[AttentionContext], AttentionBackend]
-NO_BLOCK = 2**31 - 1  # in a block table past a row's blocks: nonsense that must not be followed
+NO_BLOCK = 2**31 - 1  # in a block table past a row's blocks: invalid, must not be used
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows with `history` tokens in the cache, that compute `queries` more in one step."""
+    """Rows with `history` tokens in the cache that compute `queries` more in one step."""
 
     history: tuple[int, ...]
     queries: tuple[int, ...]
@@ -30,23 +30,23 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     head_size: int = 8
-    windows: tuple[int | None, ...] = (None,)  # of each layer
-    padding: int = 0  # tokens, and as many rows, but for those planned for a mixed graph
+    windows: tuple[int | None, ...] = (None,)  # by layer
+    padding: int = 0  # number of tokens, and of rows except for mixed graphs
     seed: int = 0
-    spare_blocks: int = 3  # that no row owns
+    spare_blocks: int = 3  # not owned by any row
     dtype: str = "float32"
     device: str = "cpu"
     scale: float | None = None  # None: 1 / sqrt(head_size)
-    sinks: tuple[bool, ...] = (False,)  # whether layers have sinks; they take these in turn
+    sinks: tuple[bool, ...] = (False,)  # whether layers have sinks; assigned to layers in turn
     softcaps: tuple[float | None, ...] = (None,)  # likewise
-    v_in_k: int | None = None  # numbers of K that are V; None: V is stored
-    mixed_graph: bool = False  # all steps are planned so
-    cache_dtype: str | None = None  # of K and V in the cache, if another
-    kv_scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # of K and V in such a cache, which layers take in turn
-    shapes: tuple[tuple[int, int, int], ...] = ()  # of each layer, where they differ: heads, kv_heads, head_size
-    exact: bool = False  # the backend prepares for no more than this step
-    poisoned: bool = True  # every slot is NaN before
-    earlier_blocks: int = 0  # of a pool that is allocated before the case's, and dropped
+    v_in_k: int | None = None  # number of leading elements of K that are V; None: V is stored separately
+    mixed_graph: bool = False  # plan all steps with it
+    cache_dtype: str | None = None  # of K and V in the cache; None: the dtype of q
+    kv_scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)  # of K and V in such a cache; assigned to layers in turn
+    shapes: tuple[tuple[int, int, int], ...] = ()  # by layer, if they differ: heads, kv_heads, head_size
+    exact: bool = False  # prepare the backend for exactly this step
+    poisoned: bool = True  # initialize every slot with NaN
+    earlier_blocks: int = 0  # of a pool allocated and dropped before the case's
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -110,9 +110,9 @@ def cases(
 
 
 class Bench:
-    """A backend with room for a case, whose every slot is NaN, and the true K, V and q of the case's rows.
+    """A backend with memory for a case, with NaN in every slot, and the true K, V and q of the case's rows.
 
-    `relabel` chooses which physical blocks the rows have.
+    `relabel` maps logical to physical blocks.
     """
 
     def __init__(self, make: MakeBackend, case: Case, *, relabel: int = 0) -> None:
@@ -152,7 +152,7 @@ class Bench:
             self.poison()
 
     def _table(self, labels: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Each row's blocks; past them, nonsense."""
+        """Return each row's blocks, followed by invalid entries."""
         sizes = [-(-length // self.case.block_size) for length in self.case.lens]
         table = np.full((len(sizes), max(sizes) + 2 * (not self.case.exact)), NO_BLOCK, dtype=np.int32)
         for row, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
@@ -160,7 +160,7 @@ class Bench:
         return table
 
     def poison(self) -> None:
-        """NaN in every slot of the pool."""
+        """Fill every slot of the pool with NaN."""
         nan = torch.full((self.case.num_blocks * self.case.block_size,), torch.nan)
         self.write_pool(nan, nan)
 
@@ -207,7 +207,7 @@ class Bench:
         )
 
     def plan(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0) -> None:
-        """A step that computes tokens [start, end) of each row; a row that computes none is left out."""
+        """Plan a step that computes tokens [start, end) of each row; rows without tokens are omitted."""
         rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
         counts = np.array([ends[row] - starts[row] for row in rows], np.int64)
         self.plan_rows(self.table[rows], counts, np.array([ends[row] for row in rows], np.int64), padding, shared)
@@ -219,7 +219,7 @@ class Bench:
             layers[:] = [[rows[index] for index in order] for rows in layers]
 
     def write(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0) -> None:
-        """Plan such a step and write its K and V; padding tokens carry NaN."""
+        """Plan such a step and write its K and V; padding tokens have NaN."""
         self.plan(starts, ends, padding, shared)
         for index, layer in enumerate(self.layers):
             k, v = (
@@ -228,7 +228,7 @@ class Bench:
             layer.write(self.tensor(k, padding), None if layer.spec.v_in_k else self.tensor(v, padding))
 
     def tensor(self, rows: Sequence[torch.Tensor], padding: int = 0) -> torch.Tensor:
-        """The rows' values [tokens, ...] on the device, and NaN for the padding tokens."""
+        """Return the rows' values [tokens, ...] on the device, with NaN for padding tokens."""
         nan = torch.full((padding, *rows[0].shape[1:]), torch.nan, dtype=self.case.torch_dtype)
         return torch.cat([*rows, nan]).to(self.case.device)
 
@@ -242,7 +242,7 @@ class Bench:
         return [result[: sum(self.case.queries)].double().cpu() for result in results]
 
     def compute(self) -> None:
-        """The history's K and V in a step of its own, then those of the case's step."""
+        """Write the history's K and V in one step, then those of the case's step."""
         if any(self.case.history):
             self.write((0,) * len(self.case.history), self.case.history)
         self.write(self.case.history, self.case.lens, self.case.padding)
@@ -252,7 +252,7 @@ class Bench:
         return self.attend(self.case.padding)
 
     def expected(self) -> list[torch.Tensor]:
-        """Exact values, like those of `attend`."""
+        """Return exact values in the form of `attend`."""
         return [torch.cat([oracle.exact(q, k, v, self._rules(i)) for q, k, v in self._rows(i)]) for i in range(len(self.layers))]
 
     def allowed_errors(self) -> list[torch.Tensor]:
@@ -271,7 +271,7 @@ class Bench:
         return oracle.allowed_error(exact, oracle.plain(q, k, v, rules, dtype), dtype)
 
     def _rows(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """q, K and V of each row; K and V as the cache keeps them."""
+        """Return q, K and V of each row; K and V as stored in the cache."""
         k, v = self.k[layer], self.v[layer]
         if (name := self.case.cache_dtype) is not None:
             dtype: torch.dtype = getattr(torch, name)

@@ -1,4 +1,4 @@
-"""`AttentionMemory`: the checks of where a backend keeps K and V, and of what it may read and change."""
+"""`AttentionMemory`: checks of where a backend stores K and V, and of what it may read and modify."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ COPIES = (
     (*((0, 1),) * 70, (1, 2), (2, 3)),
     ((1, 1), (1, 2)),
 )  # (from, to)
-MEMORY_BESIDE = 1.25  # times K and V themselves, that a block may take
+MEMORY_BESIDE = 1.25  # maximum size of a block, as a multiple of K and V
 LARGE = 2**16 + 2**12  # slots
 BATCH_ARRAYS = ("query_starts", "kv_lens", "block_table", "slots", "host_query_lens", "host_kv_lens")
 
 
 class AttentionMemory(AttentionSubject):
-    """Blocks, copies, padding, and what one call leaves for the next."""
+    """Blocks, copies, padding, and state between calls."""
 
     @check("attention.block_table", since="0.1")
     def test_which_physical_blocks_a_row_has_changes_nothing(self) -> None:
-        """K and V of token t lie at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries past a
-        row's blocks must not be followed."""
+        """K and V of token t are at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries past a
+        row's blocks
+        must not be used."""
         size = self.claims.default_block_size()
         case = self.case((0, 2 * size, 3 * size - 1), (3 * size + 1, size, 1))
         results = []
@@ -57,8 +58,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.layers", since="0.1")
     def test_layers_have_caches_of_their_own(self) -> None:
-        """`make_layer` may be called with equal specs: each layer still keeps its own K and V. A result is the model's until the next `attend`:
-        another layer's `write`, a plan and copies of blocks leave it alone."""
+        """`make_layer` may be called with equal specs: each layer still has its own K and V. A result is valid until the next `attend`: `write` of
+        another layer,
+        a plan and copies of blocks must not change it."""
         bench = self.bench(self.case((0, 20), (9, 1), windows=(None, None, None)))
         assert_as_defined(bench)
         first, second, _ = bench.layers
@@ -72,8 +74,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.unlike_layers", since="0.1")
     def test_layers_of_one_model_may_have_different_shapes(self) -> None:
-        """A layer was taken to have as many heads, or heads as large, as another one. Each has its own `LayerSpec`; what a step's plan works out for
-        one shape isn't another's."""
+        """A layer was assumed to have the same number of heads, or head size, as another one. Each has its own `LayerSpec`; values that a plan
+        derives from one
+        shape don't apply to another."""
         small, large = min(self.head_sizes()), max(self.small(self.head_sizes(), 128))
         shapes = ((4, 2, small), (6, 1, large), (2, 2, small))
         windows = (None, None, 12 if self.claims.window else None)
@@ -81,10 +84,11 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.write_first", since="0.1")
     def test_a_row_sees_what_another_row_writes_in_the_same_step(self) -> None:
-        """Rows may share blocks that are only now computed (a common prefix), so `write` stores K and V of the whole step before `attend` reads,
-        and `attend` reads the cache, not the step's own k and v alone."""
+        """Rows may share blocks that are computed in this step (a common prefix), so `write` stores K and V of the whole step before `attend` reads,
+        and `attend`
+        reads the cache, not the step's own k and v."""
         size = self.claims.default_block_size()
-        bench = self.bench(self.case((size, 0, size), (4, size + 4, 1)))  # the middle row computes what both others look back at
+        bench = self.bench(self.case((size, 0, size), (4, size + 4, 1)))  # the middle row computes what both others attend to
         for values in (bench.k[0], bench.v[0]):
             values[0][:size] = values[2][:size] = values[1][:size]
         bench.table[[0, 2], 0] = bench.table[1, 0]
@@ -93,10 +97,10 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.padding", since="0.1")
     def test_padding_touches_nothing(self) -> None:
-        """A token with slot -1 is padding: its K and V (NaN here) go nowhere, not even to slot 0 or to the last one (-1 counts from the end)."""
+        """A token with slot -1 is padding: its K and V (NaN here) aren't stored, not even at slot 0 or the last one (as index -1)."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             whole = 4 * size
-            case = self.case((whole - 1, 0), (1, whole), block_size=size, spare_blocks=0, padding=70)  # every slot of the pool is somebody's
+            case = self.case((whole - 1, 0), (1, whole), block_size=size, spare_blocks=0, padding=70)  # every slot of the pool is in use
             bench = self.bench(case)
             bench.compute()
             bench.write((whole - 1, whole), case.lens, padding=70)
@@ -105,7 +109,7 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.again", since="0.1")
     def test_nothing_of_one_call_is_left_in_the_next(self) -> None:
-        """`attend` depends on the cache, the plan and q alone: buffers that are used again are filled, or masked, each time."""
+        """`attend` depends only on the cache, the plan and q: fill or mask reused buffers each time."""
         bench = self.bench(self.case((20, 30, 0), (1, 1, 5)))
         bench.compute()
         for layer in bench.layers:
@@ -118,8 +122,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.replan", since="0.1")
     def test_a_plan_is_that_of_its_own_step(self) -> None:
-        """A step's plan was taken for that of the step before, because rows and lengths looked alike. Decodes follow each other with one token more a
-        row; and rows of the very same lengths may lie in other blocks: compare all that a plan is made of, or plan each step anew."""
+        """A step's plan was taken for that of the previous step, because rows and lengths were the same. Successive decodes have one more token per
+        row, and rows
+        of the same lengths may have other blocks: compare everything that a plan depends on, or plan each step anew."""
         bench = self.bench(self.case((21,) * 3, (1,) * 3))
         bench.write((0,) * 3, (20,) * 3)
         for length in (20, 21):
@@ -151,8 +156,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.limits", since="0.1")
     def test_what_was_prepared_for_can_be_used_up(self) -> None:
-        """A step of exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly `max_len`, failed or was wrong. `max_len` needn't be a
-        multiple of the block size: a block table has ceil(max_len / block_size) columns that count."""
+        """A step with exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly `max_len`, failed or was wrong. `max_len` may not be
+        a multiple of
+        the block size: a block table has ceil(max_len / block_size) valid columns."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             longest = 3 * size + 1
             case = self.case((0, longest - 1, 1, 1), (longest, 1, 1, 1), block_size=size, heads=2, kv_heads=1, exact=True)
@@ -160,7 +166,7 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.large_pool", since="0.1")
     def test_slots_are_numbered_beyond_16_bits(self) -> None:
-        """In a pool of more than 65,536 slots a row read or wrote another place: slots are int64, block ids int32, and an index made of them needs 64
+        """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, block ids int32, and indices computed from them need 64
         bits."""
         size = min(self.block_sizes())
         case = self.case((0, 5, 2 * size), (2 * size + 1, 1, 3), block_size=size, heads=2, kv_heads=1, poisoned=False, spare_blocks=-(-LARGE // size))
@@ -168,7 +174,7 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.read_only", since="0.1")
     def test_what_it_is_given_is_only_read(self) -> None:
-        """q, k, v or a tensor of the batch was changed. They are the model's and the runner's, which use them again: work on copies."""
+        """q, k, v or a tensor of the batch was modified. They belong to the model and the runner, which reuse them: work on copies."""
         self.assert_only_read(self.case((20, 0, 33), (1, 7, 1), padding=2))
 
     def assert_only_read(self, case: Case) -> None:
@@ -190,7 +196,7 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.strides", since="0.1")
     def test_q_k_and_v_may_be_parts_of_one_tensor(self) -> None:
-        """A model's projection makes q, k and v in one piece: they come as views of it, with strides of their own."""
+        """q, k and v may be strided views of one tensor, the output of a merged projection."""
         for history, queries in (((0, 0), (12, 5)), ((20, 5), (1, 1))):
             bench = self.bench(self.case(history, queries))
             if any(history):
@@ -205,7 +211,7 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.copies", since="0.1")
     def test_copies_of_blocks_run_as_if_one_after_the_other(self) -> None:
-        """`copy_blocks` may name a block twice, and copy what an earlier pair has written; all layers take part, with K and V."""
+        """`copy_blocks` may list a block twice, and copy what an earlier pair has written; it applies to K and V of all layers."""
         size = self.claims.default_block_size()
         self.assert_copies(self.case((0,), (4 * size,), windows=(None, None), spare_blocks=0), COPIES)
 
@@ -227,8 +233,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.memory", since="0.1")
     def test_blocks_take_the_memory_that_bytes_per_block_says(self) -> None:
-        """The engine sizes the pool by `bytes_per_block`: K and V of one block, of this layer, in the cache's dtype. `allocate` drops what it made
-        before, and all that it knew of it."""
+        """The engine sizes the pool by `bytes_per_block`: K and V of one block, of this layer, in the cache's dtype. `allocate` drops previous
+        allocations, and all
+        state that refers to them."""
         self.assert_memory(AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size()))
         for blocks in (1, 20):
             case = self.case((0, 20), (9, 1), padding=2, spare_blocks=0, earlier_blocks=blocks)
@@ -256,8 +263,9 @@ class AttentionMemory(AttentionSubject):
         require(abs(again - few) <= 0.02 * few, told)
 
     def assert_shares(self, bench: Bench, blocks: int, told: Sequence[int]) -> None:
-        """Check the bench's step with rows that begin with the same blocks, when so many of them are told; then with other K and V in these
-        blocks, and in other blocks."""
+        """Check the bench's step with rows that begin with the same blocks, for several values of `shared_prefix_blocks`; then with other K and V in
+        these blocks,
+        and in other blocks."""
         own = bench.table[:, :blocks].copy()
         for row, numbers, what in ((0, told, ""), (0, told[:1], "other K and V in "), (1, told[:1], "other blocks after ")):
             share_prefix(bench, blocks, own[row])
@@ -267,8 +275,9 @@ class AttentionMemory(AttentionSubject):
                 assert_close(bench, bench.attend(bench.case.padding), f"with {what}{shared} shared blocks: ")
 
     def assert_written_when_open(self, bench: Bench) -> None:
-        """Check a step of 10 tokens in two rows whose K and V are written into the open cache: as it was laid open for the step, as it was before a
-        larger step and a smaller one came between, and after another `allocate`."""
+        """Check a step of 10 tokens in two rows whose K and V are written to the exposed cache: as exposed for the step, as exposed before a larger
+        and a smaller
+        step, and after another `allocate`."""
         case = bench.case
         bench.write((0,) * 2, case.history)
         kept = self.opened(bench)
@@ -284,7 +293,7 @@ class AttentionMemory(AttentionSubject):
         self.assert_takes(bench, self.opened(bench), "a cache that was laid open after a second allocate(): ")
 
     def opened(self, bench: Bench) -> FusedCache:
-        """Plan the bench's step, with 2 tokens of padding, and return the cache as it is laid open."""
+        """Plan the bench's step, with 2 tokens of padding, and return the exposed cache."""
         bench.plan(bench.case.history, bench.case.lens, padding=2)
         cache = bench.layers[0].cache_for_fused_write()
         if cache is None:

@@ -1,4 +1,4 @@
-"""`AttentionScores`: the checks of what some models make of their scores: attention sinks and soft caps."""
+"""`AttentionScores`: checks of attention sinks and soft caps."""
 
 from __future__ import annotations
 
@@ -43,9 +43,11 @@ class AttentionScores(AttentionSmallCache):
 
     @check("attention.sinks", since="0.3", capability="sinks")
     def test_a_sink_takes_part_in_the_denominator_once(self) -> None:
-        """With `LayerSpec.sinks` head h's softmax has one logit more, `sinks[h]`, whose weight goes to nothing. It isn't scaled; it counts once for a
-        query, in however many parts its keys are visited, and also if it is the largest. Layers without sinks may stand beside; sinks that the model
-        changes in place are read anew."""
+        """With `LayerSpec.sinks` head h's softmax has one additional logit, `sinks[h]`, whose weight applies to no value. It isn't scaled; it counts
+        once per
+        query, in however many parts its keys are processed, and also if it is the largest. Other layers may have no sinks; sinks that the model
+        changes in
+        place are read again."""
         self.assert_scores(sinks=(True, False))
         bench = self.bench(self.case((0, 20), (9, 1), heads=4, kv_heads=2, sinks=(True,), scale=0.05))
         assert_as_defined(bench, "with a scale of 0.05: ")
@@ -62,8 +64,9 @@ class AttentionScores(AttentionSmallCache):
 
     @check("attention.softcap", since="0.3", capability="softcap")
     def test_scores_are_capped_after_they_are_scaled(self) -> None:
-        """With `LayerSpec.softcap = c` a scaled score s becomes c * tanh(s / c), before what a query doesn't see is hidden. Layers of one model may
-        differ in it. Huge scores are as large as the cap; a sink isn't capped."""
+        """With `LayerSpec.softcap = c` a scaled score s becomes c * tanh(s / c), before masking. Layers of one model may differ in it. Huge scores
+        reach the cap; a
+        sink isn't capped."""
         self.assert_scores(softcaps=(1.5, None))
         bench = self.bench(self.case((0, 20), (9, 1), scale=0.7, softcaps=(30.0,)))
         assert_as_defined(bench, "with a scale of 0.7: ")

@@ -1,4 +1,4 @@
-"""`AttentionSmallCache`: the checks of backends that can keep K and V in a smaller dtype than they compute in."""
+"""`AttentionSmallCache`: checks of backends with K and V in a smaller dtype than they compute in."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dovetail.testing.suites.attention_bench import Case
 from dovetail.testing.suites.attention_judging import assert_as_defined
 from dovetail.testing.suites.attention_memory import COPIES, AttentionMemory
 
-LONG = 1200  # tokens: enough for sums in half precision to go astray
-KV_SCALES = ((0.037, 0.21), (0.29, 0.053))  # of K and V, layer by layer: what no reciprocal or power of two is
+LONG = 1200  # tokens: enough for sums in half precision to be wrong
+KV_SCALES = ((0.037, 0.21), (0.29, 0.053))  # of K and V, by layer: neither reciprocals nor powers of two
 
 
 class AttentionSmallCache(AttentionMemory):
@@ -28,9 +28,11 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_dtypes", since="0.2", capability="cache_dtypes")
     def test_k_and_v_in_a_smaller_dtype_are_attended_as_they_are_stored(self) -> None:
-        """For each of `capabilities.cache_dtypes`: what is attended is K / k_scale rounded to the nearest, times k_scale; V likewise, with a scale of
-        its own, and so each layer, however small the scales. Sums over many tokens are kept in float32: what matrix units lose that add up products
-        of FP8 is what long contexts need. Scales that change later are read anew."""
+        """For each of `capabilities.cache_dtypes`: attention uses K / k_scale rounded to nearest, times k_scale; V likewise, with its own scale, and
+        so each
+        layer, for arbitrarily small scales. Sums over many tokens are accumulated in float32: matrix units that add products of FP8 lose precision
+        that
+        long contexts need. Scales that change later are read again."""
         for dtype in self.tried_dtypes():
             windows = (None, 20 if self.claims.window else None)
             for case in self.small_case((0, 30, LONG, 5), (40, 9, 1, 1), windows=windows, heads=4, kv_heads=2, dtype=dtype, padding=3):
@@ -55,7 +57,8 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_saturates", since="0.2", capability="cache_dtypes")
     def test_what_is_too_large_for_a_smaller_dtype_becomes_its_largest_number(self) -> None:
-        """A conversion that makes NaN or infinity of it would spoil all that attends to that token. Infinity too is too large, not NaN."""
+        """Values beyond the dtype's range must saturate: NaN or infinity would corrupt everything that attends to the token. Infinity saturates,
+        too."""
         for case in self.small_case((0, 20), (9, 1)):
             bench = self.bench(case)
             limit = float(torch.finfo(getattr(torch, str(case.cache_dtype))).max)
@@ -67,9 +70,9 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_places", since="0.2", capability="cache_dtypes")
     def test_a_smaller_dtype_keeps_the_rest_of_the_contract(self) -> None:
-        """Blocks take the memory that `bytes_per_block` says, copies run in order, k and v are only read, a shared prefix is read, a cache that is
-        laid open has `scales` and is written as `write` would, and mixed graphs are planned: all of it with K and V in each of
-        `capabilities.cache_dtypes`."""
+        """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of `bytes_per_block`, copies run in order, k and v are only read,
+        shared
+        prefixes are read, an exposed cache has `scales` and is written like `write` does, and mixed graphs are planned."""
         size = self.claims.default_block_size()
         for case in self.small_case((0,), (4 * size,), windows=(None, None), spare_blocks=0, kv_scales=((1.0, 1.0),)):
             self.assert_copies(case, COPIES[2:4])

@@ -1,4 +1,4 @@
-"""`AttentionSubject`: what the checks of attention backends try, from what a backend declares and where it can run."""
+"""`AttentionSubject`: test cases for attention backends, from their capabilities and the available devices."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from dovetail.testing.checks import CheckFailed
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.attention_bench import Bench, Case
 
-SOME_HEAD_SIZES = (4, 8, 20, 64, 80, 128, 256)  # tried where any is declared
+SOME_HEAD_SIZES = (4, 8, 20, 64, 80, 128, 256)  # tested if any is allowed
 SOME_BLOCK_SIZES = (1, 3, 8, 16, 64, 256)
 
 
 class AttentionSubject(Suite):
-    """A backend on a device: by default on a GPU if the backend claims it and there is one, else on the CPU.
+    """A backend on a device: by default on a GPU if the backend supports it and there is one, otherwise on the CPU.
 
-    A device that the backend doesn't declare can be given, for an emulation of its own (kernels in Triton's interpreter on "cpu"); `dtypes`
-    then names those that the emulation gets right. Both are part of the verdict.
+    An undeclared device can be set, for emulation (kernels in Triton's interpreter on "cpu"); `dtypes` then lists those that the emulation computes
+    correctly. Both are part of the verdict.
     """
 
     kind = "attention"
     settings = Suite.settings | {"device", "dtypes", "max_len", "examples"}
 
     device: ClassVar[str | None] = None
-    dtypes: ClassVar[tuple[str, ...] | None] = None  # None: all that are declared
+    dtypes: ClassVar[tuple[str, ...] | None] = None  # None: all declared
     max_len: ClassVar[int] = 80  # tokens of random rows
     examples: ClassVar[int] = 40  # random steps
 
     @property
     def place(self) -> str:
-        """The device that checks run on. Raises `CheckFailed` if there is none, as then nothing could be tested."""
+        """Device that checks run on. Raises `CheckFailed` if there is none, since nothing could be tested."""
         if self.device is not None:
             return self.device
         for name in ("cuda", "cpu"):
@@ -42,8 +42,9 @@ class AttentionSubject(Suite):
         raise CheckFailed(f"this machine has none of the declared devices ({', '.join(self.claims.devices)}): run the suite on one that has")
 
     def declares(self, capability: str) -> bool:
-        """`cuda_graph` is declared by another word than "none", `mixed_graph` by that word, `cache_dtypes` by naming one, `fused_write`
-        by laying a cache open."""
+        """`cuda_graph` is declared by any value except "none", `mixed_graph` by that value, `cache_dtypes` by a non-empty tuple, `fused_write` by
+        exposing a
+        cache."""
         if capability == "cuda_graph":
             return self.claims.cuda_graph != "none"
         if capability == "mixed_graph":
@@ -79,7 +80,7 @@ class AttentionSubject(Suite):
         return self.claims.head_sizes or SOME_HEAD_SIZES
 
     def block_sizes(self) -> tuple[int, ...]:
-        """The declared block sizes, or a selection with the smallest and an odd multiple."""
+        """Return the declared block sizes, or a selection with the smallest and an odd multiple."""
         multiple = self.claims.block_size_multiple
         candidates = self.claims.block_sizes or sorted({*SOME_BLOCK_SIZES, multiple, 3 * multiple})
         return tuple(size for size in candidates if self.claims.supports_block_size(size))

@@ -1,7 +1,8 @@
-"""`ModelSuite`: it checks that a model architecture keeps the contract of `dovetail.api.model`, and computes what transformers computes.
+"""`ModelSuite`: checks that a model architecture conforms to the contract of `dovetail.api.model`, and computes the same as transformers.
 
-Models are tiny and random, made of transformers' own config classes (`model_configs`). They run on the CPU in float32, over attention that is the
-suite's own (`model_bench`), so that what differs is the model's doing.
+Models are tiny and random, built from transformers' own config classes (`model_configs`). They run on the CPU in float32, with the suite's own
+attention
+(`model_bench`), so that differences are due to the model.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from dovetail.testing.suite import Suite
 from dovetail.testing.suites import model_configs as configs
 from dovetail.testing.suites.model_bench import CPU, Bench, Chunk, Reference, Tensors, on_ranks
 
-MANY = 12  # sequences of a step
+MANY = 12  # sequences per step
 SHORT = 17  # tokens
 FAR = 600  # a position that bfloat16 can't hold
-TOLERANCE = 1e-4  # of the largest number, and of each: sums in another order, not another formula
+TOLERANCE = 1e-4  # relative to the largest number, and to each: allows another order of sums, but not another formula
 
 
 class ModelSuite(Suite):
-    """`architectures`: which to build; by default those that the component's plugin declares, of a bare class those in its attribute of that name,
-    or those declared for its nearest base class. `variants`: fields of more configs to compare numbers for, beside those tried for all."""
+    """`architectures`: to build; default: those declared by the component's plugin, for a class those in its attribute of that name, or those
+    declared for
+    its nearest base class. `variants`: fields of additional configs to compare numbers for."""
 
     kind = "model"
     settings = Suite.settings | {"architectures", "variants"}
@@ -48,7 +50,7 @@ class ModelSuite(Suite):
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """The architectures to test. Raises `CheckFailed` if none is known."""
+        """Architectures to test. Raises `CheckFailed` if none is known."""
         if self.architectures or isinstance(self.component, str):
             found = self.architectures or self.resolved.spec.architectures
         else:
@@ -75,8 +77,9 @@ class ModelSuite(Suite):
 
     @check("model.transformers", since="0.1")
     def test_transformers(self) -> None:
-        """Hidden states (after the last norm) or logits differ from transformers' in float32. Compare layer by layer, from the embedding on: norms
-        and their eps, rotation, what is added to the residual stream and when, biases, tied weights. Sequences are as long as the model allows."""
+        """Hidden states (after the last norm) or logits differ from transformers' in float32. Compare layer by layer, starting at the embedding:
+        norms and their
+        eps, rotary embedding, additions to the residual stream, biases, tied weights. Sequences are as long as the model allows."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, config.max_position_embeddings)
             hidden = bench.step(Chunk("a", tokens, 0))
@@ -87,8 +90,9 @@ class ModelSuite(Suite):
 
     @check("model.config_fields", since="0.1")
     def test_config_fields(self) -> None:
-        """A field of the config that changes the numbers was taken, and the numbers aren't transformers'. Implement it, or name it in
-        `reasons_against`. Extreme values count too: an eps of 1e-12, a window of one token, no layer without a window."""
+        """A config field that changes the numbers was accepted, and the numbers differ from transformers'. Implement it, or name it in
+        `reasons_against`. Extreme
+        values count, too: an eps of 1e-12, a window of one token, no layer without a window."""
         for architecture in self.served:
             for change in configs.changes(architecture):
                 config = configs.tiny(architecture, **change.fields)
@@ -107,8 +111,9 @@ class ModelSuite(Suite):
 
     @check("model.unknown_fields", since="0.1")
     def test_unknown_fields(self) -> None:
-        """A field that the architecture doesn't know was passed over, though it may change the numbers (a softcap, a scale, a weight format). Refuse
-        what isn't known to be harmless, by name."""
+        """A field unknown to the architecture was ignored, although it may change the numbers (a softcap, a scale, a weight format). Reject fields by
+        name unless
+        they are known to be harmless."""
         for architecture in self.served:
             known = vars(configs.tiny(architecture))
             for field, value in configs.UNHEARD_OF.items():
@@ -121,8 +126,7 @@ class ModelSuite(Suite):
 
     @check("model.rope_types", since="0.1")
     def test_unknown_ropes(self) -> None:
-        """A rope type that nobody has heard of, or a parameter of the rope that the type doesn't know, was passed over: positions would be those of
-        another model. Refuse it, and name it."""
+        """An unknown rope type, or an unknown parameter of a rope type, was ignored: positions would be those of another model. Reject it by name."""
         for architecture in self.served:
             for rope in configs.UNHEARD_OF_ROPES:
                 config = configs.tiny(architecture)
@@ -137,8 +141,9 @@ class ModelSuite(Suite):
 
     @check("model.positions", since="0.1")
     def test_positions(self) -> None:
-        """Two steps of as many tokens, that begin at the same position, gave the same rotation though the other positions differ. What is kept from a
-        step to the next must be found by all positions; simpler: keep nothing."""
+        """Two steps with the same number of tokens and the same first position had the same rotation, although other positions differ. Key anything
+        cached
+        between steps by all positions, or cache nothing."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, 20, seed=ord(name)) for name in "abc"}
             before = [Chunk(name, tokens[name][:start], 0) for name, start in (("a", 4), ("b", 4), ("c", 9))]
@@ -154,8 +159,9 @@ class ModelSuite(Suite):
 
     @check("model.owns_nothing", since="0.1")
     def test_inputs_and_results_are_the_callers(self) -> None:
-        """`forward` or `logits` changed what it was given; or its result was something that it reads again, so that a caller who overwrites it (a
-        sampler may overwrite logits) changes later ones; or an attention result was used after the next layer had attended."""
+        """`forward` or `logits` modified its input; or its result is something that it reads again, so that a caller that overwrites it (a sampler
+        may overwrite
+        logits) changes later ones; or an attention result was used after the next layer had attended."""
         config = next(self.configs())
         bench = self.bench(config, Reference(config).tensors())
         tokens = some_tokens(config, 12)
@@ -179,8 +185,8 @@ class ModelSuite(Suite):
 
     @check("model.chunks", since="0.1")
     def test_chunks(self) -> None:
-        """A prompt computed in chunks gives other logits than at once. Positions come with the tokens: don't count them, and keep nothing from one
-        call to the next."""
+        """A prompt computed in chunks gives other logits than at once. Use the given positions instead of counting, and keep nothing between
+        calls."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, 30)
             whole = bench.run(tokens)
@@ -189,7 +195,7 @@ class ModelSuite(Suite):
 
     @check("model.decode", since="0.1")
     def test_decode(self) -> None:
-        """Tokens that come one by one give other logits than in one forward pass."""
+        """Tokens computed one by one give other logits than in one forward pass."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, 20)
             whole = bench.run(tokens)
@@ -199,8 +205,9 @@ class ModelSuite(Suite):
 
     @check("model.prefix", since="0.1")
     def test_prefix(self) -> None:
-        """A sequence whose first K and V come from another one (a prefix hit) gives other logits than one that is computed. A hit begins at a
-        position that the model has never seen in this sequence."""
+        """A sequence whose first K and V come from another one (a prefix hit) gives other logits than if computed. A hit starts at a position that
+        the model has
+        never seen in this sequence."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 12, seed=1)
             bench.run(torch.cat((tokens[:17], others)), sequence="first")
@@ -211,7 +218,8 @@ class ModelSuite(Suite):
 
     @check("model.ragged", since="0.1")
     def test_ragged(self) -> None:
-        """Sequences that share a step give other logits than alone. A step is a flat run of tokens of several sequences, each with its position; only
+        """Sequences that share a step give other logits than by themselves. A step is a flat list of tokens of several sequences, each with its
+        position; only
         attention knows which belong together."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, n, seed=n) for name, n in (("a", 50), ("b", 40), ("c", 14))}
@@ -233,8 +241,9 @@ class ModelSuite(Suite):
 
     @check("model.wanted", since="0.2")
     def test_wanted(self) -> None:
-        """With `wanted`, `forward` doesn't return the states of those tokens, in that order, as it computes them without; or a later step misses K
-        and V of the others: all are written, in every layer. The plainest way to be right: `return hidden if wanted is None else hidden[wanted]`."""
+        """With `wanted`, `forward` doesn't return the states of those tokens, in that order, equal to those without it; or a later step misses K and
+        V of the
+        others: these must be written in every layer. Simplest solution: `return hidden if wanted is None else hidden[wanted]`."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 9, seed=1)
             steps: tuple[tuple[tuple[Chunk, ...], list[int]], ...] = (
@@ -249,7 +258,7 @@ class ModelSuite(Suite):
 
     @check("model.side_by_side", since="0.1")
     def test_side_by_side(self) -> None:
-        """A second model in the process changed what the first computes: something is kept outside the module that `build` returned."""
+        """A second model in the process changed the results of the first: state is kept outside of the module that `build` returned."""
         config = next(self.configs())
         references = [Reference(config, seed) for seed in (0, 1)]
         tokens = some_tokens(config, 12)
@@ -262,8 +271,9 @@ class ModelSuite(Suite):
 
     @check("model.weight_names", since="0.1")
     def test_weight_names(self) -> None:
-        """`weights()` doesn't name exactly the tensors of a checkpoint: each once, with a parameter that has `load`; only those that may be missing
-        (a tied head) are optional."""
+        """`weights()` doesn't list exactly the tensors of a checkpoint, with parameters that have `load`; only those that may be missing (a tied
+        head) are
+        optional."""
         for config, reference, bench in self.pairs():
             rules, held = list(bench.model.weights()), set(reference.held())
             names, places = {rule.source for rule in rules}, Counter((rule.source, id(rule.parameter), rule.shard_id) for rule in rules)
@@ -277,7 +287,7 @@ class ModelSuite(Suite):
 
     @check("model.weight_use", since="0.1")
     def test_weight_use(self) -> None:
-        """A tensor of the checkpoint is read and has no part in the numbers, or was never put into its place."""
+        """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded into its parameter."""
         for config, reference, bench in self.pairs():
             tensors, tokens = reference.tensors(), some_tokens(config, 24)
             before = bench.run(tokens, sequence="before")
@@ -290,8 +300,8 @@ class ModelSuite(Suite):
 
     @check("model.weight_complete", since="0.1")
     def test_weight_complete(self) -> None:
-        """Something that the numbers depend on isn't loaded: they change with what the memory of the parameters held before. `build` leaves
-        parameters uninitialised; each part of each needs a rule in `weights()`."""
+        """Something that affects the numbers isn't loaded: they change with the previous content of the parameters' memory. `build` leaves parameters
+        uninitialized; each part of each needs a rule in `weights()`."""
         for config in self.configs():
             tensors, tokens = Reference(config).tensors(), some_tokens(config, 12)
             one, other = (self.bench(config, tensors, before=value).run(tokens) for value in (0.5, -2.0))
@@ -300,8 +310,9 @@ class ModelSuite(Suite):
     @check("model.checkpoint", since="0.1")
     def test_checkpoint(self) -> None:
         """A checkpoint can't be loaded from its files, or then gives other logits than transformers. Dovetail reads safetensors files by `weights()`:
-        `parameter.load` gets a slice, which hands out only what is asked of it. A config that was read from a file has fields that none has that was
-        made in Python, `model_type` for one."""
+        `parameter.load` gets a slice, which returns only what is requested. A config read from a file has fields that one created in Python lacks,
+        such as
+        `model_type`."""
         for config in self.configs():
             reference, tokens = Reference(config), some_tokens(config, 12)
             with tempfile.TemporaryDirectory() as folder:
@@ -320,8 +331,9 @@ class ModelSuite(Suite):
 
     @check("model.tied", since="0.1")
     def test_tied(self) -> None:
-        """With `tie_word_embeddings` the head is the embedding, whether the checkpoint holds one of the two or both; without, it has weights of its
-        own. Let both rules name one parameter, the head's `optional`."""
+        """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of the two or both; otherwise it has separate weights.
+        Let both
+        rules name one parameter, the head's `optional`."""
         for architecture in self.served:
             config = configs.tiny(architecture, tie_word_embeddings=True)
             reference, tokens = Reference(config), some_tokens(config, 12)
@@ -337,8 +349,9 @@ class ModelSuite(Suite):
 
     @check("model.shards", since="0.1", capability="tensor_parallel")
     def test_shards(self) -> None:
-        """Split over 2 or 4 ranks, the model gives other logits than whole, or not the same on every rank. Row-parallel sums are reduced once (a bias
-        is added by one rank), K and V heads are repeated where there are more ranks, and logits are gathered without a vocabulary's padding."""
+        """Split over 2 or 4 ranks, the model gives other logits than unsplit, or different ones by rank. Reduce row-parallel sums once (only one rank
+        adds a bias),
+        repeat K and V heads if there are more ranks, and gather logits without the vocabulary's padding."""
         for config, reference, bench in self.pairs():
             tokens, tensors = some_tokens(config, 12), reference.tensors()
             whole = bench.run(tokens)
@@ -351,8 +364,9 @@ class ModelSuite(Suite):
 
     @check("model.layer_specs", since="0.1")
     def test_layer_specs(self) -> None:
-        """`layer_specs` isn't what `build` asks of `make_attention`, in the same order and for the same rank: the KV pool would have another shape
-        than the model."""
+        """`layer_specs` isn't what `build` passes to `make_attention`, in the same order and for the same rank: the KV pool would have another shape
+        than the
+        model."""
         for config in self.configs():
             for size in (1, 2, 4) if self.declares("tensor_parallel") else (1,):
                 for specs, made in on_ranks(size, partial(self.specs_of, config)):
@@ -373,9 +387,11 @@ class ModelSuite(Suite):
 
     @check("model.dtype", since="0.1")
     def test_dtype(self) -> None:
-        """Parameters and hidden states aren't of the dtype that was asked for, or half precision goes astray: keep norms, rotation and softmax in
-        float32 inside, as squares of large numbers overflow float16. On average logits may be off by half as much again as transformers' in that
-        dtype, those of the worst token by three times as much, also at positions that the dtype can't hold."""
+        """Parameters and hidden states don't have the requested dtype, or half precision is inaccurate: compute norms, rotary embedding and softmax
+        in float32, as
+        squares of large numbers overflow float16. The mean error of logits may be 1.5 times that of transformers in that dtype, the worst token's 3
+        times,
+        including at positions that the dtype can't represent."""
         far = configs.tiny(self.served[0], max_position_embeddings=2 * FAR)
         for index, config in enumerate([*self.configs(), far]):
             for dtype in (torch.float16, torch.bfloat16)[bool(index) :]:
@@ -401,8 +417,9 @@ class ModelSuite(Suite):
             require(error <= allowed, told)
 
     def assert_norms_exact(self, config: Any) -> None:
-        """Check the norms in half precision, by embeddings that no layer adds anything to: each token's states are those of float32, but for the
-        rounding of each number. A common factor is what a rounded mean of squares leaves; squares of large ones are infinite in float16."""
+        """Check the norms in half precision, by embeddings that no layer adds anything to: each token's states equal those in float32, except for
+        rounding. A
+        common factor indicates a rounded mean of squares; squares of large numbers are infinite in float16."""
         for dtype, size in ((torch.bfloat16, 1.0), (torch.float16, 3000.0)):
             reference, tokens = Reference(config), torch.arange(config.vocab_size)
             reference.scale_matrices(0.0, embedding=size)
