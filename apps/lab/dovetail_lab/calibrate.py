@@ -100,8 +100,7 @@ class Design:
     @classmethod
     def of(cls, engine: LLMEngine, quick: bool) -> Design:
         """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the engine is too small. Raises `ConfigError` if
-        nothing
-        fits."""
+        nothing fits."""
         capacity, config = engine.capacity, engine.config
         pool = int(0.6 * capacity.num_blocks * capacity.layout.block_size)
         most_rows = min(config.max_num_seqs, 4 if quick else 256)

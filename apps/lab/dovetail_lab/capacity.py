@@ -1,6 +1,5 @@
-"""`find_capacity`: search for the highest arrival rate at which an engine meets its objectives. Doubling brackets it; then the bracket is halved, on
-a
-log scale, to a given tolerance.
+"""`find_capacity`: search for the highest arrival rate at which an engine meets its objectives. Doubling brackets it; then the bracket is halved,
+on a log scale, to a given tolerance.
 
 The search assumes that an objective missed at one rate is missed at every higher one. A finite trace doesn't guarantee that, so probes next to the
 result and all rates tried are checked. If it doesn't hold, the answer is the highest rate below every failure, with a note.

@@ -60,8 +60,7 @@ class Ranked:
 
     def _at(self, weights: Floats, reached: Floats, position: Floats) -> Floats:
         """Return [draws]: the value at a position, from 0, among the sorted drawn values. `reached` [draws, bins]: number of values drawn up to the
-        end
-        of each bin."""
+        end of each bin."""
         draw = np.arange(len(weights))
         bins = np.minimum((reached <= position[:, None]).sum(axis=1), reached.shape[1] - 1)
         before = np.where(bins > 0, reached[draw, bins - 1], 0.0)

@@ -66,9 +66,8 @@ class RequestRecord:
 class Timeline:
     """Steps of a run, one column per quantity: entry i belongs to the i-th finished step. Times in seconds.
 
-    With several replicas it has the steps of all. Requests and blocks after a step are then those of all replicas, and the two durations are divided
-    by
-    the number of replicas, so that their sums are averages over replicas.
+    With several replicas it has the steps of all. Requests and blocks after a step are then those of all replicas, and the two durations are
+    divided by the number of replicas, so that their sums are averages over replicas.
     """
 
     time_s: Times  # when its results were delivered

@@ -40,10 +40,9 @@ def fit_regimes(
     padded_rows: Sequence[int] = (),
 ) -> RegimeStepTime:
     """Fit decodes, and steps with prefills; a measurement holds only one kind. Outliers (a compilation, a hiccup) are excluded. Of the measurements
-    in
-    `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it. Steps of up to `boundary` tokens have
-    their own
-    model, in which tokens are padded to the next of `sizes`; None: search for a boundary. Decodes are padded to the next of `padded_rows`.
+    in `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it. Steps of up to `boundary` tokens have
+    their own model, in which tokens are padded to the next of `sizes`; None: search for a boundary. Decodes are padded to the next of
+    `padded_rows`.
 
     Raises `ConfigError` if one of the two kinds is missing.
     """

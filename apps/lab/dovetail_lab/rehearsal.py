@@ -41,12 +41,10 @@ ENOUGH = 20  # steps; the median of fewer is unreliable
 def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
     """Run a workload for `seconds` on the engine's clock, as dense as `profile` predicts that the engine can sustain. Its steps are added to
     `rig.sightings`. Returns the seconds spent on creating each request, from the end of one step's results until the next could be planned. Raises
-    the
-    error that ended the engine.
+    the error that ended the engine.
 
     The planning of a step starts when the core is free: after the previous results are delivered, so that recording them counts; or after requests
-    were
-    created, or the core has slept, which a simulation accounts for separately.
+    were created, or the core has slept, which a simulation accounts for separately.
     """
     rig.give_back()
     engine, core, probe = rig.engine, rig.engine.core, rig.probe

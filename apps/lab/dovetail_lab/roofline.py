@@ -70,8 +70,7 @@ class RooflineStepTime(Described):
 
     def kv_tokens(self, memory_share: float) -> int:
         """Return the number of tokens whose K and V fit on the devices, if the engine uses `memory_share` of their memory, including weights.
-        Excludes
-        the memory of activations, a few percent. Raises `ConfigError` if the weights leave no space."""
+        Excludes the memory of activations, a few percent. Raises `ConfigError` if the weights leave no space."""
         left = memory_share * self.sheet.memory_bytes * self.gpus - self.weight_bytes * self.sizes.parameters
         tokens = int(left / (self.kv_bytes * self.sizes.kv_numbers))
         if tokens < 1:
@@ -114,6 +113,5 @@ class RooflineStepTime(Described):
 
 def _either(reading_s: float, computing_s: float) -> float:
     """Return the time of work that overlaps reading and computing: the longer of the two, and up to 1.4 times that if both are equal, since tiles
-    start
-    by reading and end by computing. Square roots are the same on every machine."""
+    start by reading and end by computing. Square roots are the same on every machine."""
     return sqrt(reading_s * reading_s + computing_s * computing_s)

@@ -44,8 +44,7 @@ def replay(
 
     Policies see a request's `limit` as its `max_tokens`; only the simulated executor knows its true length, and samples a stop token there. A real
     executor can't do that: requests generate as many tokens as their limit, and none may have a grammar. Raises the errors of `LLMEngine`,
-    `ConfigError`
-    for a grammar, and the error that ended the engine.
+    `ConfigError` for a grammar, and the error that ended the engine.
     """
     loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
     simulated = loaded.executor.name in SIMULATED
@@ -96,8 +95,7 @@ class _TraceClock(VirtualClock):
 
 def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Callable[[Delivery], None]) -> None:
     """Run steps until all requests of `feeder` have ended; `fed` is called after the feeder's turn, `take` with each step's delivery. The core is
-    driven
-    directly: only the times of tokens matter here, and no text is created. Raises the error that ended the engine."""
+    driven directly: only the times of tokens matter here, and no text is created. Raises the error that ended the engine."""
     while True:
         feeder.feed(core.clock.now())
         fed()

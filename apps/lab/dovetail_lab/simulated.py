@@ -114,8 +114,7 @@ class SimulatedExecutor(Executor):
 
     def take_in(self) -> bool:
         """Advance the clock by the core's time for accepting a request. Returns False if nothing is in flight: then the request was created in
-        advance,
-        while the core was idle, and costs nothing."""
+        advance, while the core was idle, and costs nothing."""
         if self._pending:
             now = self._entered()
             self.clock.wait_until(now + self.profile.request_s)
@@ -243,8 +242,7 @@ class SimulatedExecutor(Executor):
 
     def _computing(self, pending: _Pending, earlier_s: float, last_ended: float) -> tuple[float, float]:
         """Return when the device, free since `last_ended`, starts a step's model, and how long that occupies it, had the step been submitted
-        `earlier_s`
-        earlier."""
+        `earlier_s` earlier."""
         ready, launched, seconds = pending.ready - earlier_s, pending.launched - earlier_s, pending.seconds
         started = max(ready, last_ended)
         if self._launch is not None:

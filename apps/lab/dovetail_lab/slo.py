@@ -61,8 +61,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """Outcome of an objective. `value` in seconds: infinity if too many requests never got that far, NaN if there was nothing to evaluate, which
-    counts
-    as met. `share`: share of the evaluated values within the limit, NaN likewise."""
+    counts as met. `share`: share of the evaluated values within the limit, NaN likewise."""
 
     value: float
     met: bool

@@ -1,6 +1,5 @@
 """Profiles: a step-time model, the host's times, and a description of the measured engine. A profile is a .json file, the name of one shipped with
-the
-lab, or a mapping in `engine.yaml`; the simulated executor reads it, and calibration writes it."""
+the lab, or a mapping in `engine.yaml`; the simulated executor reads it, and calibration writes it."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Spread(Described):
 
 def chance(seed: int, step: int, stream: int) -> float:
     """Return a pseudorandom number from 0 to less than 1, computed only from integers, so that it is the same in every run and on every machine.
-    Mixes
-    like SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA '14)."""
+    Mixes like SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA '14)."""
     mixed = 0
     for part in (seed, stream, step):
         mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK

@@ -95,9 +95,8 @@ class LaunchRule:
         return Regime.RECORDED if shape.tokens <= self.recorded_tokens else Regime.LAUNCHED
 
     def occupied_s(self, shape: StepShape, seconds: float, late_s: float, launch_s: float) -> float:
-        """Return how long a step with `seconds` of computation occupies the device, if its launch took `launch_s` and ended `late_s` after the device
-        was
-        free (negative: before)."""
+        """Return how long a step with `seconds` of computation occupies the device, if its launch took `launch_s` and ended `late_s` after the
+        device was free (negative: before)."""
         regime = self.regime(shape)
         if regime is Regime.DECODE:
             return max(seconds + max(late_s - self.copying_share * launch_s, 0.0), late_s)
@@ -118,8 +117,7 @@ class LaunchRule:
 
 class LinearStepTime(Described):
     """Sum of terms: weights are read once (`base_s`), every token is multiplied by them, K and V are read, prefills attend, rows are sampled. Of a
-    mixture
-    of experts, only the experts chosen by some token of the batch are read: few by a few tokens, nearly all by a hundred."""
+    mixture of experts, only the experts chosen by some token of the batch are read: few by a few tokens, nearly all by a hundred."""
 
     kind: Literal["linear"] = "linear"
     base_s: Seconds
@@ -157,8 +155,7 @@ def share_touched(share: float, tokens: int) -> float:
 class PiecewiseStepTime(Described):
     """Linear model with a piecewise-linear term for the batch's size through measured points: flat while reading the weights dominates, steep where
     computing does, with steps at tile sizes and captured graphs in between. If graphs are recorded for `sizes`, the next size counts: a staircase.
-    With
-    few rows, or few queries of a prefill, the length of a row matters besides the total K and V read: only parts of the device read it."""
+    With few rows, or few queries of a prefill, the length of a row matters besides the total K and V read: only parts of the device read it."""
 
     kind: Literal["piecewise"] = "piecewise"
     points: tuple[tuple[int, Seconds], ...] = Field(

@@ -92,10 +92,8 @@ class DeviceTimes:
         """Fit to repetitions of the same steps: by the median of steps, and the mean of launches, since each launch delays the next.
 
         Which steps are recorded graphs, and of which sizes, is unknown. So all possibilities are tried, and the best one is kept if it is clearly
-        better
-        than no graphs: a graph launched when the device was idle took longer than the same one launched before, by the time of the launch. Decodes,
-        which
-        don't depend on this, are fitted first.
+        better than no graphs: a graph launched when the device was idle took longer than the same one launched before, by the time of the launch.
+        Decodes, which don't depend on this, are fitted first.
 
         Raises `ConfigError` if decodes, or steps with prefills, are missing.
         """
@@ -241,8 +239,7 @@ def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
     """Return each cell's mean launch without hiccups, compared with cells of about the same size, since a whole cell may be affected. Steps that
-    continue
-    prompts are excluded: their launches are shorter."""
+    continue prompts are excluded: their launches are shorter."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape

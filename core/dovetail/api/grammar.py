@@ -87,8 +87,7 @@ class Matcher(ABC):
     @abstractmethod
     def forced(self) -> Sequence[int]:
         """Return the next tokens as far as they are known to be determined (each is the only allowed one); may be empty, never contains a stop id.
-        The
-        matcher doesn't change."""
+        The matcher doesn't change."""
 
     @property
     @abstractmethod

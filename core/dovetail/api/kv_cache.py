@@ -149,8 +149,8 @@ class KVCacheManager(ABC):
     @abstractmethod
     def free(self, request: Request) -> None:
         """Release all blocks of `request`; its committed blocks can be found until their space is needed. The core calls it on preemption and
-        whenever
-        a request ends, even if it holds no blocks (then nothing is released): drop other per-request state, such as cached lookups, here too."""
+        whenever a request ends, even if it holds no blocks (then nothing is released): drop other per-request state, such as cached lookups, here
+        too."""
 
     @abstractmethod
     def trim(self, request: Request, first_needed_token: int) -> None:

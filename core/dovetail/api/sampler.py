@@ -144,8 +144,7 @@ class Sampler(ABC):
 
     def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
         """Like `sample_captured`, in separate, slower graphs that also support e.g. penalties and log-probabilities. The latter may have any number
-        of
-        columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` unless `capabilities.cuda_graph_full`,
-        and if the device lacks a required feature: then `sample` samples such rows.
+        of columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` unless
+        `capabilities.cuda_graph_full`, and if the device lacks a required feature: then `sample` samples such rows.
         """
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in full in a CUDA graph")

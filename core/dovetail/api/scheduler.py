@@ -181,13 +181,12 @@ class Step(Protocol):
         """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all n; or refuse, with nothing changed.
 
         While answers are streamed, the engine's `pace` also caps the prompt tokens of a step, for all policies except those that claim not to be
-        `paced`. Fewer than n may run then, with blocks for all n nevertheless, but at least `min_tokens`, and the first prompt of a step always gets
-        those. `reserve` allocates the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat or too
-        little memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none if evicting all of them
-        wouldn't free enough. `evict` is read up to `request` itself: requests after it keep their blocks. Skipped are requests without blocks, and
-        those with tokens of this very step that `request` would find in the cache, or with blocks that it would fork. The iterable `evict` must not
-        act
-        on the step. Raises `PolicyError` on misuse (a finished request, one of another engine, invalid numbers).
+        `paced`. Fewer than n may run then, with blocks for all n nevertheless, but at least `min_tokens`, and the first prompt of a step always
+        gets those. `reserve` allocates the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat
+        or too little memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none if evicting all
+        of them wouldn't free enough. `evict` is read up to `request` itself: requests after it keep their blocks. Skipped are requests without
+        blocks, and those with tokens of this very step that `request` would find in the cache, or with blocks that it would fork. The iterable
+        `evict` must not act on the step. Raises `PolicyError` on misuse (a finished request, one of another engine, invalid numbers).
         """
 
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:

@@ -18,8 +18,8 @@ def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
 ) -> TopLogprobs:
     """Return the log-probabilities, under logits [n, vocab] of any float dtype, of `token_ids` [n] int64, followed by the k most likely tokens of
-    each
-    row (all of them if k > vocab), best first, ties by lowest id. Computed in float32. A token's rank is 1 + the number of strictly more likely ones.
+    each row (all of them if k > vocab), best first, ties by lowest id. Computed in float32. A token's rank is 1 + the number of strictly more
+    likely ones.
 
     With `rows` [n] int64, only the first asked[rows[i]] (asked [any] int32, at most k) of the most likely are defined for row i; nothing at all if
     that is negative. Can be recorded in a CUDA graph."""

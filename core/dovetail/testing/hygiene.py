@@ -68,8 +68,7 @@ class Hygiene(Binding):
 
     @check("hygiene.options", since="0.1")
     def test_options(self) -> None:
-        """The options accept an unknown key, so a misspelled one would be ignored. Give the model
-        `model_config = ConfigDict(extra="forbid")`."""
+        """The options accept an unknown key, so a misspelled one would be ignored. Give the model `model_config = ConfigDict(extra="forbid")`."""
         self.make_options()
         try:
             self.options_model.model_validate({**self.options, UNKNOWN_KEY: 1})

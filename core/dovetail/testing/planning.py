@@ -60,10 +60,9 @@ def make_request(
     tbt_s: float | None = None,
     prompt: Sequence[int] | None = None,
 ) -> Request:
-    """Create a request for one `plan`. `generated`: number of its output tokens. `computed`: number of computed tokens, if it is passed in `running`;
-    by
-    default all but the last generated one, so that it decodes. Fewer than `prompt_tokens` means that it is within its prefill. `prompt`: token ids
-    instead of synthetic ones."""
+    """Create a request for one `plan`. `generated`: number of its output tokens. `computed`: number of computed tokens, if it is passed in
+    `running`; by default all but the last generated one, so that it decodes. Fewer than `prompt_tokens` means that it is within its prefill.
+    `prompt`: token ids instead of synthetic ones."""
     request = _Planned(
         id,
         prompt if prompt is not None else [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],

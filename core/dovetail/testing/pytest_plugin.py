@@ -149,9 +149,8 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
 
 def _failed(error: BaseException, package: str, output: str, notes: tuple[str, ...]) -> Outcome:
     """Return the outcome of a check that ended with an error: its own assertion, possibly caused by an error of the component, or any other error
-    that
-    prevented its assertion. The message has the component's file and line if it raised, and the failing example. `package`: the component's top
-    level."""
+    that prevented its assertion. The message has the component's file and line if it raised, and the failing example. `package`: the component's
+    top level."""
     from dovetail.errors import describe, raised_at
     from dovetail.testing import frames
     from dovetail.testing.checks import CheckFailed

@@ -1,6 +1,5 @@
 """`run`: runs a suite over a component in a separate process (`dovetail.testing.child`). If that hangs, exits or crashes, the current check fails,
-and
-the remaining ones run in a new process."""
+and the remaining ones run in a new process."""
 
 from __future__ import annotations
 

@@ -92,8 +92,7 @@ class XGrammar(GrammarBackend):
 
     def _json(self, spec: GrammarSpec, schema: Any, place: str = "#") -> str:
         """Return a schema as the library's grammar, mended: see `_mended`. Otherwise an additional key could be one of the schema's in another
-        spelling,
-        with an escape, and free arrays and objects would have a space after their commas."""
+        spelling, with an escape, and free arrays and objects would have a space after their commas."""
         text = str(xgrammar.Grammar.from_json_schema(_dumped(spec, schema, place), **self._json_options()))
         lines = []
         for line in text.splitlines():

@@ -150,8 +150,7 @@ def _as_equal(value: Any) -> str:
 
 def _inner(spec: GrammarSpec, schema: Schema, place: str) -> Schema:
     """Return the keywords whose values hold schemas, checked, and the string's pattern, rewritten. Lengths become a pattern, too, since XGrammar
-    would
-    allow control characters in such strings, which JSON doesn't."""
+    would allow control characters in such strings, which JSON doesn't."""
     inner: Schema = {}
     for key, part, where in _schemas_in(schema, place):
         inner[key] = _checked(spec, part, where)

@@ -5,9 +5,9 @@ empty        0     none      `take`: held
 held        ≥ 1    maybe     `publish`: also findable; last `release`: cached if it has a hash, otherwise empty
 cached       0     yes       `hold`: held; `take`, if no block is empty: held, without its hash
 
-Every operation takes the same short time, independent of the number of blocks. A dict moves all its items whenever it has grown, or has been written
-to
-often enough; with the 70,000 blocks of a large GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and `BlockQueue`.
+Every operation takes the same short time, independent of the number of blocks. A dict moves all its items whenever it has grown, or has been
+written to often enough; with the 70,000 blocks of a large GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and
+`BlockQueue`.
 """
 
 from __future__ import annotations

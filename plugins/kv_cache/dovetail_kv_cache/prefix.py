@@ -224,9 +224,8 @@ class PrefixCache(KVCacheManager):
         return unheld + max(0, wanted - len(hits))
 
     def _hits(self, request: Request) -> list[int]:
-        """Return the blocks of the longest cached prefix of `request`, without its last known token. The list must not be modified: it is kept, since
-        a
-        lookup is often followed by an admission, which searches again."""
+        """Return the blocks of the longest cached prefix of `request`, without its last known token. The list must not be modified: it is kept,
+        since a lookup is often followed by an admission, which searches again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return []
         limit, index = (request.num_tokens - 1) // self._block_size, self._pool.block_of

@@ -46,8 +46,7 @@ class Turns:
 
 class Counters(Turns):
     """Turns by the least-served client. `lift`: a client that had nothing waiting starts at the smallest counter of those that have, so that idle
-    time
-    earns no credit.
+    time earns no credit.
 
     Clients are forgotten occasionally if that changes no decision: a client has no request, and either its counter is 0, like a new one, or counters
     are lifted and its own is at most any that it could be lifted to. Those are the counters of clients with requests and of the last client admitted.

@@ -24,8 +24,7 @@ class PriorityOptions(BaseModel, extra="forbid", frozen=True):
 
 class Priority(Scheduler):
     """Serves smaller `request.priority` first, then by arrival. All requests age at the same rate, so their order is fixed: no two evict each other
-    in
-    turns."""
+    in turns."""
 
     claims = Claims(order="priority", starves=True)
     options: PriorityOptions

@@ -27,8 +27,7 @@ class RPM(Scheduler):
     """Serves accepted requests first come, first served; if memory is short, the youngest are preempted.
 
     Clients are forgotten occasionally, once their requests are outside of every window that may still matter, which changes no decision: times are
-    kept
-    for the clients accepted during the last two windows, for at most as many others, and some `LOOK_AFTER`.
+    kept for the clients accepted during the last two windows, for at most as many others, and some `LOOK_AFTER`.
     """
 
     claims = Claims(order="arrival", rejects=True)

@@ -20,8 +20,7 @@ _LARGE = 0.7  # |log(1 + change)| from which the axis is logarithmic: half, or d
 
 def forest(comparison: Comparison, repeated: Repeated | None = None) -> Drawing:
     """Draw the changes with their intervals, and as ticks those at other step times. Positions are logarithms of ratios, so that half is as far to
-    the
-    left as double to the right."""
+    the left as double to the right."""
 
     def elsewhere(index: int, line: Line) -> list[Line]:
         return [] if repeated is None else [other for _, other in repeated.elsewhere(index, line)]

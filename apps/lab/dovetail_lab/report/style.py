@@ -91,8 +91,7 @@ def color_of(index: int) -> str:
 
 def line_of(index: int) -> dict[str, Any]:
     """Return the line style of the index-th policy, the same in every figure; `STYLES` policies have distinct ones. The first is a broad pale band
-    below
-    the others, which have gaps: where curves coincide, each shows through the gaps of those above it."""
+    below the others, which have gaps: where curves coincide, each shows through the gaps of those above it."""
     dash = (index + index // (2 * len(SERIES))) % len(DASHES)  # without the shift, six colors and four dashes would repeat after twelve
     broad: dict[str, Any] = {} if index else {"linewidth": 3.6, "alpha": 0.45, "solid_capstyle": "butt"}
     return {"color": color_of(index), "linestyle": DASHES[dash], "linewidth": 1.5, "zorder": 2 + index / 100, **broad}

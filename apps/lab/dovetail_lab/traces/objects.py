@@ -35,8 +35,7 @@ def _mooncake(row: JsonObject) -> Located:
 
 def read_vllm_requests(source: Source) -> Contents:
     """Read measurements of a running vLLM, one request per line. Its arrivals are wall-clock times, the others monotonic: the offset is chosen such
-    that
-    the shortest queueing time is zero."""
+    that the shortest queueing time is zero."""
     rows = list(json_rows(source))
     offset = min(row.seconds("queued_ts") - row.seconds("arrival_time") for row in rows)
 
@@ -107,9 +106,8 @@ def count_words(text: str) -> int:
 
 
 def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Contents:
-    """Read conversations in the format of ShareGPT (`conversations` of `from` and `value`) or of chat APIs (`messages` of `role` and `content`), as a
-    list
-    or one per line.
+    """Read conversations in the format of ShareGPT (`conversations` of `from` and `value`) or of chat APIs (`messages` of `role` and `content`), as
+    a list or one per line.
 
     Each answer is a request with the whole conversation so far as its prompt, so the turns of a conversation share it. There are no times.
     `count_tokens` returns a text's length; None counts words.

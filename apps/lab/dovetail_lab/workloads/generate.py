@@ -33,8 +33,7 @@ class _Chat(NamedTuple):
 
 def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = "") -> Trace:
     """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate random generators, so that changing the rate
-    doesn't
-    change lengths. Raises `TraceError` if there are no requests."""
+    doesn't change lengths. Raises `TraceError` if there are no requests."""
     chats = [(chat, name) for name, stream in spec.streams.items() for chat in _chats(stream, name, seed)]
     requests = [request for chat, name in chats for request in _turns(chat, spec.streams[name], name, seed)]
     if not requests:

@@ -56,8 +56,7 @@ PART_COST = 8  # cost of a byte of partial sums, relative to a byte read by a pr
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """Share of one program: rows, outputs (pairs if gated), and number of parts that the inputs are split into; inputs per chunk, and number of
-    chunks of
-    weights and of inputs in shared memory."""
+    chunks of weights and of inputs in shared memory."""
 
     rows: int
     outputs: int

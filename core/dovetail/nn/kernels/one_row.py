@@ -100,9 +100,9 @@ def linear(
 ) -> torch.Tensor:
     """Multiply x [1, inputs] by weight [outputs, inputs], contiguous -> [1, outputs]; computes in float32.
 
-    `norm`: (weight [inputs], eps) of an RMS norm to apply to x first. `gated`: silu of the first half of the outputs, times the second half.
-    `out` [1, outputs]: add the result to it. `into` [1, outputs]: write the result to it.
-    `scales` of float8 weights: as in `streamed.Stored`, with `group`, if `takes_scales` allows it.
+    `norm`: (weight [inputs], eps) of an RMS norm to apply to x first. `gated`: silu of the first half of the outputs, times the second half. `out`
+    [1, outputs]: add the result to it. `into` [1, outputs]: write the result to it. `scales` of float8 weights: as in `streamed.Stored`, with
+    `group`, if `takes_scales` allows it.
     """
     inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
     adds = out is not None

@@ -176,8 +176,7 @@ def linear(
     float32.
 
     `norm`, `gated`, `out`, `into`: see `one_row.linear`. `scales` [outputs], or [outputs / n, inputs / SLICE] (rounded up): multipliers of the
-    weight.
-    `at_once`: outputs per program, instead of the best ones measured.
+    weight. `at_once`: outputs per program, instead of the best ones measured.
     """
     inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
     adds = out is not None

@@ -31,8 +31,7 @@ class AttentionSuite(AttentionLatent):
     @check("attention.values", since="0.1")
     def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined(self) -> None:
         """One step may contain all kinds of rows, including padding, in any order. The pool's other slots hold NaN: reading outside of the row's
-        tokens
-        makes the result NaN, even with weight 0. Mask before the softmax and never multiply by values outside."""
+        tokens makes the result NaN, even with weight 0. Mask before the softmax and never multiply by values outside."""
 
         blocks, heads = self.small(self.block_sizes()), self.small(self.head_sizes())
 
@@ -49,8 +48,7 @@ class AttentionSuite(AttentionLatent):
     @check("attention.causal", since="0.1")
     def test_a_query_sees_the_tokens_up_to_its_own(self) -> None:
         """A query at position p attends to positions 0 to p, including those of its own step, for any history. Off-by-one errors are typical if
-        queries are
-        counted from the start of the step and keys from the start of the row."""
+        queries are counted from the start of the step and keys from the start of the row."""
         size = self.claims.default_block_size()
         assert_sees(self.bench(self.case((0, size - 1, size, 3 * size + 1, 5), (2 * size + 1, 2, size + 1, 1, 7))))
 
@@ -128,8 +126,7 @@ class AttentionSuite(AttentionLatent):
     @check("attention.refusals", since="0.1")
     def test_what_is_not_declared_is_refused_in_words(self) -> None:
         """`reasons_against` must have a sentence for each unsupported feature, naming the value. The default derives them from `capabilities`; an
-        override
-        may add reasons, but not remove any."""
+        override may add reasons, but not remove any."""
         for value, context, layer in self.undeclared():
             fine = replace(layer, head_size=self.head_sizes()[0], window=None, sinks=False, softcap=None, v_in_k=False)
             reasons = self.component_class.reasons_against(context, [fine, layer])
@@ -168,8 +165,7 @@ class AttentionSuite(AttentionLatent):
     @check("attention.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_prefix_that_rows_share_is_attended_as_defined(self) -> None:
         """`shared_prefix_blocks` means that the first blocks of all rows are the same, so that they may be read once; it changes no value. Rows may
-        still be of
-        any kind, and layers may have windows. The prefix of one step isn't that of the next, even if they look alike."""
+        still be of any kind, and layers may have windows. The prefix of one step isn't that of the next, even if they look alike."""
         size = self.claims.default_block_size()
         blocks = -(-160 // size)
         tails = tuple(blocks * size + n for n in (1, size, 2 * size + 3, 7, 30))
@@ -180,15 +176,14 @@ class AttentionSuite(AttentionLatent):
     @check("attention.fused_write", since="0.1", capability="fused_write")
     def test_what_is_written_into_the_open_cache_is_what_write_writes(self) -> None:
         """`cache_for_fused_write` exposes the cache: token i's K at k[slots[i] // block_size, slots[i] % block_size]. It must be the memory that
-        `attend`
-        reads, with `slots` of the last plan, -1 for padding, at the same addresses after each plan; after another `allocate` it is the new memory."""
+        `attend` reads, with `slots` of the last plan, -1 for padding, at the same addresses after each plan; after another `allocate` it is the new
+        memory."""
         self.assert_written_when_open(self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False)))
 
     @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
     def test_a_step_planned_for_a_mixed_graph_is_attended_as_any_other(self) -> None:
-        """With `mixed_graph`, `attend` launches kernels for any step with the same padded number of tokens: decodes, prefills, both, or none at all.
-        Size grids
-        for all tokens, let idle programs exit, and don't touch padding. `num_rows` may be 0."""
+        """With `mixed_graph`, `attend` launches kernels for any step with the same padded number of tokens: decodes, prefills, both, or none at
+        all. Size grids for all tokens, let idle programs exit, and don't touch padding. `num_rows` may be 0."""
         window = 20 if self.claims.window else None
         for history, queries in (
             ((0, 17, 90, 5, 0), (30, 1, 7, 1, 2)),
@@ -204,11 +199,9 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.graph", since="0.1", capability="cuda_graph")
     def test_a_captured_step_serves_any_other_of_its_size(self) -> None:
-        """A graph replays the kernels of its capture: everything that differs between steps must be in buffers that `plan` fills, at fixed addresses.
-        `plan`
-        doesn't wait for the device and isn't part of the graph. Rows that became padding aren't touched. A captured decode serves any step with the
-        same
-        number of rows; a capture with `mixed_graph`, if declared, any step with the same number of tokens."""
+        """A graph replays the kernels of its capture: everything that differs between steps must be in buffers that `plan` fills, at fixed
+        addresses. `plan` doesn't wait for the device and isn't part of the graph. Rows that became padding aren't touched. A captured decode serves
+        any step with the same number of rows; a capture with `mixed_graph`, if declared, any step with the same number of tokens."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
         scores = {"sinks": (self.claims.sinks,), "softcaps": (20.0 if self.claims.softcap else None,)}

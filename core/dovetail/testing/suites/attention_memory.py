@@ -42,9 +42,8 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.block_table", since="0.1")
     def test_which_physical_blocks_a_row_has_changes_nothing(self) -> None:
-        """K and V of token t are at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries past a
-        row's blocks
-        must not be used."""
+        """K and V of token t are at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries past
+        a row's blocks must not be used."""
         size = self.claims.default_block_size()
         case = self.case((0, 2 * size, 3 * size - 1), (3 * size + 1, size, 1))
         results = []
@@ -59,8 +58,7 @@ class AttentionMemory(AttentionSubject):
     @check("attention.layers", since="0.1")
     def test_layers_have_caches_of_their_own(self) -> None:
         """`make_layer` may be called with equal specs: each layer still has its own K and V. A result is valid until the next `attend`: `write` of
-        another layer,
-        a plan and copies of blocks must not change it."""
+        another layer, a plan and copies of blocks must not change it."""
         bench = self.bench(self.case((0, 20), (9, 1), windows=(None, None, None)))
         assert_as_defined(bench)
         first, second, _ = bench.layers
@@ -75,8 +73,7 @@ class AttentionMemory(AttentionSubject):
     @check("attention.unlike_layers", since="0.1")
     def test_layers_of_one_model_may_have_different_shapes(self) -> None:
         """A layer was assumed to have the same number of heads, or head size, as another one. Each has its own `LayerSpec`; values that a plan
-        derives from one
-        shape don't apply to another."""
+        derives from one shape don't apply to another."""
         small, large = min(self.head_sizes()), max(self.small(self.head_sizes(), 128))
         shapes = ((4, 2, small), (6, 1, large), (2, 2, small))
         windows = (None, None, 12 if self.claims.window else None)
@@ -84,9 +81,8 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.write_first", since="0.1")
     def test_a_row_sees_what_another_row_writes_in_the_same_step(self) -> None:
-        """Rows may share blocks that are computed in this step (a common prefix), so `write` stores K and V of the whole step before `attend` reads,
-        and `attend`
-        reads the cache, not the step's own k and v."""
+        """Rows may share blocks that are computed in this step (a common prefix), so `write` stores K and V of the whole step before `attend`
+        reads, and `attend` reads the cache, not the step's own k and v."""
         size = self.claims.default_block_size()
         bench = self.bench(self.case((size, 0, size), (4, size + 4, 1)))  # the middle row computes what both others attend to
         for values in (bench.k[0], bench.v[0]):
@@ -123,8 +119,7 @@ class AttentionMemory(AttentionSubject):
     @check("attention.replan", since="0.1")
     def test_a_plan_is_that_of_its_own_step(self) -> None:
         """A step's plan was taken for that of the previous step, because rows and lengths were the same. Successive decodes have one more token per
-        row, and rows
-        of the same lengths may have other blocks: compare everything that a plan depends on, or plan each step anew."""
+        row, and rows of the same lengths may have other blocks: compare everything that a plan depends on, or plan each step anew."""
         bench = self.bench(self.case((21,) * 3, (1,) * 3))
         bench.write((0,) * 3, (20,) * 3)
         for length in (20, 21):
@@ -156,9 +151,8 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.limits", since="0.1")
     def test_what_was_prepared_for_can_be_used_up(self) -> None:
-        """A step with exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly `max_len`, failed or was wrong. `max_len` may not be
-        a multiple of
-        the block size: a block table has ceil(max_len / block_size) valid columns."""
+        """A step with exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly `max_len`, failed or was wrong. `max_len` may not
+        be a multiple of the block size: a block table has ceil(max_len / block_size) valid columns."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             longest = 3 * size + 1
             case = self.case((0, longest - 1, 1, 1), (longest, 1, 1, 1), block_size=size, heads=2, kv_heads=1, exact=True)
@@ -234,8 +228,7 @@ class AttentionMemory(AttentionSubject):
     @check("attention.memory", since="0.1")
     def test_blocks_take_the_memory_that_bytes_per_block_says(self) -> None:
         """The engine sizes the pool by `bytes_per_block`: K and V of one block, of this layer, in the cache's dtype. `allocate` drops previous
-        allocations, and all
-        state that refers to them."""
+        allocations, and all state that refers to them."""
         self.assert_memory(AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size()))
         for blocks in (1, 20):
             case = self.case((0, 20), (9, 1), padding=2, spare_blocks=0, earlier_blocks=blocks)
@@ -263,9 +256,8 @@ class AttentionMemory(AttentionSubject):
         require(abs(again - few) <= 0.02 * few, told)
 
     def assert_shares(self, bench: Bench, blocks: int, told: Sequence[int]) -> None:
-        """Check the bench's step with rows that begin with the same blocks, for several values of `shared_prefix_blocks`; then with other K and V in
-        these blocks,
-        and in other blocks."""
+        """Check the bench's step with rows that begin with the same blocks, for several values of `shared_prefix_blocks`; then with other K and V
+        in these blocks, and in other blocks."""
         own = bench.table[:, :blocks].copy()
         for row, numbers, what in ((0, told, ""), (0, told[:1], "other K and V in "), (1, told[:1], "other blocks after ")):
             share_prefix(bench, blocks, own[row])
@@ -276,8 +268,7 @@ class AttentionMemory(AttentionSubject):
 
     def assert_written_when_open(self, bench: Bench) -> None:
         """Check a step of 10 tokens in two rows whose K and V are written to the exposed cache: as exposed for the step, as exposed before a larger
-        and a smaller
-        step, and after another `allocate`."""
+        and a smaller step, and after another `allocate`."""
         case = bench.case
         bench.write((0,) * 2, case.history)
         kept = self.opened(bench)

@@ -28,11 +28,9 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_dtypes", since="0.2", capability="cache_dtypes")
     def test_k_and_v_in_a_smaller_dtype_are_attended_as_they_are_stored(self) -> None:
-        """For each of `capabilities.cache_dtypes`: attention uses K / k_scale rounded to nearest, times k_scale; V likewise, with its own scale, and
-        so each
-        layer, for arbitrarily small scales. Sums over many tokens are accumulated in float32: matrix units that add products of FP8 lose precision
-        that
-        long contexts need. Scales that change later are read again."""
+        """For each of `capabilities.cache_dtypes`: attention uses K / k_scale rounded to nearest, times k_scale; V likewise, with its own scale,
+        and so each layer, for arbitrarily small scales. Sums over many tokens are accumulated in float32: matrix units that add products of FP8
+        lose precision that long contexts need. Scales that change later are read again."""
         for dtype in self.tried_dtypes():
             windows = (None, 20 if self.claims.window else None)
             for case in self.small_case((0, 30, LONG, 5), (40, 9, 1, 1), windows=windows, heads=4, kv_heads=2, dtype=dtype, padding=3):
@@ -70,9 +68,8 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_places", since="0.2", capability="cache_dtypes")
     def test_a_smaller_dtype_keeps_the_rest_of_the_contract(self) -> None:
-        """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of `bytes_per_block`, copies run in order, k and v are only read,
-        shared
-        prefixes are read, an exposed cache has `scales` and is written like `write` does, and mixed graphs are planned."""
+        """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of `bytes_per_block`, copies run in order, k and v are only
+        read, shared prefixes are read, an exposed cache has `scales` and is written like `write` does, and mixed graphs are planned."""
         size = self.claims.default_block_size()
         for case in self.small_case((0,), (4 * size,), windows=(None, None), spare_blocks=0, kv_scales=((1.0, 1.0),)):
             self.assert_copies(case, COPIES[2:4])

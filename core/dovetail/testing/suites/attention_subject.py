@@ -43,8 +43,7 @@ class AttentionSubject(Suite):
 
     def declares(self, capability: str) -> bool:
         """`cuda_graph` is declared by any value except "none", `mixed_graph` by that value, `cache_dtypes` by a non-empty tuple, `fused_write` by
-        exposing a
-        cache."""
+        exposing a cache."""
         if capability == "cuda_graph":
             return self.claims.cuda_graph != "none"
         if capability == "mixed_graph":

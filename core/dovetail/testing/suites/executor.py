@@ -35,8 +35,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
     @check("executor.capacity", since="0.1")
     def test_the_capacity_makes_sense(self) -> None:
         """`start` returned a `Capacity` that no engine can work with: it needs at least one block, one step in flight, two token ids; a pool that
-        holds
-        one sequence of `max_model_len`, which is at most the config's value."""
+        holds one sequence of `max_model_len`, which is at most the config's value."""
         with self._bench() as bench:
             capacity, layout = bench.capacity, bench.capacity.layout
             require(isinstance(capacity, Capacity), f"start returned {capacity!r}")
@@ -86,8 +85,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
     @check("executor.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
         """After `stop` there are threads, processes, open files, temporary files or tensors of more than a megabyte that weren't there before
-        `start`.
-        (Resources that only the very first start creates, and later ones reuse, are excluded.)"""
+        `start`. (Resources that only the very first start creates, and later ones reuse, are excluded.)"""
         with self._bench():
             pass
         before, bytes_before = Footprint.now(), tensor_bytes()
@@ -114,8 +112,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
     @check("executor.dead_worker", since="0.1", capability="workers")
     def test_a_dead_worker_is_reported(self) -> None:
         """One of its processes was killed, and `check` didn't report it. Watch the processes (`exitcode`, `poll`), raise `DovetailError` that names
-        the
-        dead one, and let `collect` raise it, too, instead of waiting forever."""
+        the dead one, and let `collect` raise it, too, instead of waiting forever."""
         before = set(child_processes())
         with self._bench() as bench:
             (pid, *_) = [pid for pid in child_processes() if pid not in before]
@@ -131,11 +128,9 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.failure", since="0.1")
     def test_after_a_step_that_failed_it_says_so_or_goes_on_rightly(self) -> None:
-        """A step was rejected (it requested more tokens of a row than are known), and afterwards `check` didn't raise, but the next valid step raised
-        or
-        gave wrong tokens, for this or another row. If the state can no longer be trusted, `check` must raise `DovetailError` on every call, and so
-        must
-        `submit`."""
+        """A step was rejected (it requested more tokens of a row than are known), and afterwards `check` didn't raise, but the next valid step
+        raised or gave wrong tokens, for this or another row. If the state can no longer be trusted, `check` must raise `DovetailError` on every
+        call, and so must `submit`."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             self._seat(bench, *LENGTHS)
@@ -155,9 +150,8 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.neighbours", since="0.1")
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
-        """A request generated other tokens beside others, in another row and in other blocks, than by itself. Look for state shared between rows, and
-        for
-        reads by position in the batch instead of by row."""
+        """A request generated other tokens beside others, in another row and in other blocks, than by itself. Look for state shared between rows,
+        and for reads by position in the batch instead of by row."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             bench.take_blocks(1)
@@ -171,8 +165,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
     @check("executor.ids_stay", since="0.1")
     def test_sampled_ids_stay_with_their_row(self) -> None:
         """A request that kept its row generated other tokens than one that was added to a row again with all its tokens. While a request has a row
-        the
-        core sends no ids: the next input is the token that the executor sampled."""
+        the core sends no ids: the next input is the token that the executor sampled."""
         with self._bench() as bench:
             for name in LENGTHS:
                 expected = bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
@@ -187,8 +180,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
     @check("executor.chunks", since="0.1")
     def test_a_prompt_in_chunks_is_the_prompt_at_once(self) -> None:
         """A prompt computed in chunks, beside decodes, gave other tokens than in one step. A chunk starts where the row has stopped, attends to
-        everything
-        before it, and samples only at the last known token."""
+        everything before it, and samples only at the last known token."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 6) for name in "ac"}
             self._seat(bench, "a", "c")
@@ -214,8 +206,8 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
     @check("executor.row_reuse", since="0.1")
     def test_a_row_given_away_begins_anew(self) -> None:
         """A row was removed and added in one batch, and the new request generated other tokens than by itself, or the step failed, or rows that
-        stayed
-        were affected. `removed` precedes `added`, nothing of the old request remains (tokens, blocks, sampling), and other rows don't move."""
+        stayed were affected. `removed` precedes `added`, nothing of the old request remains (tokens, blocks, sampling), and other rows don't
+        move."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             for name in ("c", "b", "a", "c"):
@@ -238,8 +230,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
     @check("executor.limits", since="0.1")
     def test_what_the_config_allows_can_be_used_up(self) -> None:
         """A step with the maximum number of rows or tokens, or a sequence of `Capacity.max_model_len`, failed or gave other tokens than small ones.
-        Buffers
-        must hold all of that, including the last row, token and position."""
+        Buffers must hold all of that, including the last row, token and position."""
         rows, step = SETTINGS["max_num_seqs"], SETTINGS["max_num_batched_tokens"]
         with self._bench() as bench:
             longest = bench.capacity.max_model_len

@@ -110,8 +110,7 @@ class Bench:
 
     def submit(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
         """Submit a step with the given number of tokens of each, in this order. Requests that reach their last known token sample. `shared`: number
-        of
-        common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
+        of common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
         batch = self.build(counts, copies, shared, late=late)
         seats = [self.seats[name] for name in counts]
         self.sent.append(Sent(batch, self._call("submit", batch), seats))
@@ -122,8 +121,7 @@ class Bench:
 
     def sample(self, allowed: Mapping[str, Sequence[int]], *, own_memory: bool = True) -> None:
         """Sample the oldest, late step: the named requests sample one of their `allowed` ids. The masks are in the executor's own memory, or,
-        although
-        that was requested, elsewhere; the executor's memory then allows everything."""
+        although that was requested, elsewhere; the executor's memory then allows everything."""
         sent = self.sent[0]
         indices = [index for index, seat in enumerate(sent.seats) if seat.name in allowed]
         width = -(-self.capacity.vocab_size // 32)

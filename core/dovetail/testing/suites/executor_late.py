@@ -15,8 +15,7 @@ class ExecutorLate(ExecutorSubject):
     @check("executor.late", since="0.3", capability="masks")
     def test_a_late_step_without_masks_samples_as_any_other(self) -> None:
         """`late` steps sampled without a mask gave other tokens. `submit` of a late batch only runs the model, `sample` samples for the rows that
-        yield a
-        token."""
+        yield a token."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             self._seat(bench, *LENGTHS)
@@ -36,9 +35,8 @@ class ExecutorLate(ExecutorSubject):
     @check("executor.masks", since="0.3", capability="masks")
     def test_masked_rows_sample_what_is_allowed_and_others_what_they_would(self) -> None:
         """A row sampled a token that its mask forbids; or not the most likely of two allowed ones, which it had sampled before; or a row without a
-        mask
-        sampled another token than by itself, possibly after a step with a mask. `Masks.indices` are positions in the batch, not all of which yield a
-        token. `Masks.words` may be in other memory than `mask_words` returned."""
+        mask sampled another token than by itself, possibly after a step with a mask. `Masks.indices` are positions in the batch, not all of which
+        yield a token. `Masks.words` may be in other memory than `mask_words` returned."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             last = bench.capacity.vocab_size - 1
@@ -64,8 +62,7 @@ class ExecutorLate(ExecutorSubject):
     @check("executor.masked_draws", since="0.3", capability="masks")
     def test_a_masked_row_draws_among_what_is_allowed(self) -> None:
         """At a temperature at which nearly all tokens are likely, rows with two allowed ids drew another one, or all drew the same, or drew others
-        when
-        repeated with the same seeds. Apply the mask to the logits, then sample by the row's own parameters."""
+        when repeated with the same seeds. Apply the mask to the logits, then sample by the row's own parameters."""
         with self._bench() as bench:
             if not self.declares("samples"):
                 return

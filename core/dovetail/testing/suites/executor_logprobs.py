@@ -16,8 +16,7 @@ class ExecutorLogprobs(ExecutorSubject):
     @check("executor.logprobs", since="0.1", capability="logprobs")
     def test_logprobs_are_of_the_rows_that_sample(self) -> None:
         """`Result.logprobs` must have a line for each row with `yields_token`, in order, if any row requests them: column 0 is the sampled token,
-        followed
-        by the k most likely, best first, where k is the largest number requested; `ranks` count from 1."""
+        followed by the k most likely, best first, where k is the largest number requested; `ranks` count from 1."""
         with self._bench() as bench:
             self._seat(bench, "b")
             bench.add("a", bench.prompt(5), logprobs=3)
@@ -35,8 +34,7 @@ class ExecutorLogprobs(ExecutorSubject):
     @check("executor.prompt_logprobs", since="0.1", capability="logprobs")
     def test_prompt_logprobs_are_of_the_token_after_each_one_computed(self) -> None:
         """`Result.prompt_logprobs[i]` must have a line for each token that the row at position i of the batch computed, about the known token after
-        it
-        (there is none after the last), for the rows that request them and no others; in chunks as at once."""
+        it (there is none after the last), for the rows that request them and no others; in chunks as at once."""
         for chunks in ([11], [1, 6, 4]):
             with self._bench() as bench:
                 prompt = bench.prompt(11)

@@ -20,8 +20,7 @@ class ExecutorResults(ExecutorSubject):
     @check("executor.order", since="0.1")
     def test_results_come_in_the_order_of_submission(self) -> None:
         """With the maximum number of steps in flight, `collect` of the oldest handle returned another step, or the tokens of another. Results are a
-        queue;
-        a step's samples must not be overwritten by the next step."""
+        queue; a step's samples must not be overwritten by the next step."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {})) for name in LENGTHS}
             self._seat(bench, *LENGTHS)
@@ -55,8 +54,7 @@ class ExecutorResults(ExecutorSubject):
     @check("executor.failed_row", since="0.3", capability="samples")
     def test_a_row_may_fail_alone(self) -> None:
         """The model's values for one row of a step were NaN, and the whole step failed, or `Result.failed` lists another position in the batch, or
-        other
-        rows generated other tokens than by themselves, including the next user of the row and its blocks. (Detecting NaN isn't required.)"""
+        other rows generated other tokens than by themselves, including the next user of the row and its blocks. (Detecting NaN isn't required.)"""
         with temporary_folder() as folder:
             token = IDS + 1  # in no other prompt
             if not broken_model(self.model, folder, token):
@@ -92,9 +90,8 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.ownership", since="0.3")
     def test_results_are_the_cores_and_batches_no_longer_needed(self) -> None:
-        """A result changed when later steps ran: results belong to the core, which may keep them. Or later tokens changed when the arrays of a batch
-        were
-        overwritten after its results were collected: copy what must outlive that."""
+        """A result changed when later steps ran: results belong to the core, which may keep them. Or later tokens changed when the arrays of a
+        batch were overwritten after its results were collected: copy what must outlive that."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
             self._seat(bench, "a", "c")
@@ -115,8 +112,7 @@ class ExecutorResults(ExecutorSubject):
     @check("executor.durations", since="0.3")
     def test_a_step_takes_the_time_that_passes(self) -> None:
         """`ended - started` was a negligible part of the time between submit and collect of the largest possible step. They are seconds on the
-        device;
-        the estimates of step times that policies plan by are based on their difference."""
+        device; the estimates of step times that policies plan by are based on their difference."""
         with self._bench() as bench:
             clock, shares = bench.executor.context.clock, []
             length = min(SETTINGS["max_num_batched_tokens"] // 2, bench.capacity.max_model_len - 1)
@@ -134,8 +130,7 @@ class ExecutorResults(ExecutorSubject):
     @check("executor.times", since="0.1")
     def test_times_are_those_of_the_engines_clock(self) -> None:
         """`Result.started` and `ended` must be between the submit and the collect of their step on `context.clock`, in this order, and a step must
-        not end
-        before the previous one, including late steps. The step-time fit and all latencies are based on them."""
+        not end before the previous one, including late steps. The step-time fit and all latencies are based on them."""
         with self._bench() as bench:
             clock, ends = bench.executor.context.clock, [-np.inf]
             bench.add("a", bench.prompt(5))
@@ -156,8 +151,7 @@ class ExecutorResults(ExecutorSubject):
     @check("executor.virtual_clock", since="0.1", capability="virtual_clock")
     def test_a_virtual_clock_moves_only_in_collect(self) -> None:
         """The executor declares `virtual_clock`: `collect` must advance `context.clock` to the end of its step, and `start`, `submit` and `check`
-        must not
-        change it, since the core plans the next step by it."""
+        must not change it, since the core plans the next step by it."""
         with self._bench() as bench:
             clock = bench.executor.context.clock
             require(clock.now() == 0.0, f"start moved the clock to {clock.now()}")

@@ -84,8 +84,7 @@ class GrammarSuite(Suite):
     @check("grammar.mask", since="0.1")
     def test_a_mask_has_just_what_may_come(self) -> None:
         """A mask allows a token that leads to no text of the language, or lacks one that does; including tokens that split a character or span
-        several
-        parts of the grammar, and other ids with the same bytes. A stop id's bit is 1 exactly if the text is complete."""
+        several parts of the grammar, and other ids with the same bytes. A stop id's bit is 1 exactly if the text is complete."""
         for case, matcher, text in self._places():
             self._require_mask(case, matcher, text)
 
@@ -124,8 +123,7 @@ class GrammarSuite(Suite):
     @check("grammar.accept", since="0.1")
     def test_it_accepts_just_what_the_mask_allows(self) -> None:
         """`accept` returns False for a token that the mask allows, or True for one that it forbids (or that doesn't exist), or a rejected token
-        changes the
-        state."""
+        changes the state."""
         for case, matcher, text in self._places():
             before = _mask(matcher)
             allowed = _allowed(matcher)
@@ -139,8 +137,7 @@ class GrammarSuite(Suite):
     @check("grammar.end", since="0.1")
     def test_nothing_comes_behind_a_stop_id(self) -> None:
         """A stop id isn't accepted where the text is complete; or after it a token is still allowed or forced, or `complete` is False; including
-        after
-        another answer of the same grammar has begun."""
+        after another answer of the same grammar has begun."""
         for case, matcher, text in self._places():
             if case.language.has(text):
                 stop = random.Random(len(text)).choice(sorted(CONTEXT.stop_ids))
@@ -166,9 +163,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.rollback", since="0.1", capability="rollback")
     def test_tokens_can_be_taken_back(self) -> None:
-        """After `rollback` the masks differ from the previous ones, or those after replacing the removed tokens are wrong; a stop id can't be rolled
-        back,
-        or a rejected one is counted; or more tokens than were accepted can be rolled back."""
+        """After `rollback` the masks differ from the previous ones, or those after replacing the removed tokens are wrong; a stop id can't be
+        rolled back, or a rejected one is counted; or more tokens than were accepted can be rolled back."""
         for case in self._cases:
             chance, matcher = random.Random(1), self._begin(case.spec)
             masks, tokens = [_mask(matcher)], list[int]()
@@ -208,8 +204,7 @@ class GrammarSuite(Suite):
     @check("grammar.forced", since="0.1", capability="forced")
     def test_forced_tokens_are_the_only_ones(self) -> None:
         """`forced` returns a token although another, or the end, is allowed (possibly with one stop id, or none); or it changes the matcher; or it
-        never
-        returns any, although it is declared."""
+        never returns any, although it is declared."""
         found = 0
         for stops in (0, 1):
             for case, matcher, text in self._places_with(vocabulary(stops=stops)):
@@ -241,8 +236,7 @@ class GrammarSuite(Suite):
     @check("grammar.begin", since="0.1")
     def test_an_answer_begins_at_once(self) -> None:
         """The fastest of several calls of `begin` took a millisecond or more. It is called while a step waits, for each sample of a request: move
-        slow work
-        to `compile`."""
+        slow work to `compile`."""
         for case in self._cases:
             grammar, took = self._compiled(case.spec), list[float]()
             for _ in range(BEGINS):
@@ -264,10 +258,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.failed", since="0.1")
     def test_an_answer_that_cant_go_on_fails_for_good_and_alone(self) -> None:
-        """No token of the vocabulary fits, and the text isn't complete, but `fill` didn't raise `DovetailError` with a reason; or `fill`, `accept` or
-        `forced`
-        didn't after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or `forced` failed before that
-        position; or other answers, possibly of the same grammar, were disturbed."""
+        """No token of the vocabulary fits, and the text isn't complete, but `fill` didn't raise `DovetailError` with a reason; or `fill`, `accept`
+        or `forced` didn't after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or `forced`
+        failed before that position; or other answers, possibly of the same grammar, were disturbed."""
         context = vocabulary(without=b"q")
         backend, specs = self._backend_of(context), [spec for spec in STUCK if self.declares(spec.kind)]
         for spec in specs:
@@ -339,8 +332,7 @@ class GrammarSuite(Suite):
     @check("grammar.no_stop_ids", since="0.1")
     def test_a_model_may_have_no_stop_id(self) -> None:
         """Without stop ids in the context, the backend can't be constructed, or a mask has other tokens than with them, or `complete` differs, or
-        tokens
-        can't be rolled back."""
+        tokens can't be rolled back."""
         context = vocabulary(stops=0, padding=5)
         for case, matcher, text in self._places_with(context):
             where = f"{case}, behind {text!r}, without stop ids"
@@ -356,9 +348,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.refuses", since="0.1")
     def test_what_it_cant_do_it_refuses(self) -> None:
-        """`compile` raises something other than `RequestError` for a spec that is invalid, or isn't regular, or describes no text; or it compiles it;
-        or the
-        error's text is empty. The text is all that the user sees."""
+        """`compile` raises something other than `RequestError` for a spec that is invalid, or isn't regular, or describes no text; or it compiles
+        it; or the error's text is empty. The text is all that the user sees."""
         for kind in SPEC_KINDS:
             declared = self.declares(kind)
             for text in BROKEN.get(kind, ()) if declared else (TRIVIAL[kind],):
@@ -373,8 +364,7 @@ class GrammarSuite(Suite):
     @check("grammar.grammars", since="0.1", capability="grammar")
     def test_grammars_are_context_free(self) -> None:
         """Neither Lark's nor GBNF's syntax is compiled, or a grammar that counts (equally many "a" and "b") allows something else, possibly if the
-        start rule
-        isn't the first."""
+        start rule isn't the first."""
         compiled = {name: cases for name, cases in SYNTAXES.items() if self._compiles(cases[0].spec)}
         require(compiled, "neither Lark nor GBNF is compiled")
         for case in (case for cases in compiled.values() for case in cases):
@@ -385,8 +375,7 @@ class GrammarSuite(Suite):
     @check("grammar.structural_tags", since="0.1", capability="structural_tag")
     def test_structural_tags_follow_their_flags(self) -> None:
         """With `at_least_one`, `stop_after_first`, a `separator`, or two structures that begin with the same text, a mask is wrong. Reject options
-        that
-        aren't supported."""
+        that aren't supported."""
         for case in (*self._cases, *(case for case in TAGS if self._compiles(case.spec))):
             for text in case.language.examples():
                 self._require_mask(case, self._at(case.spec, text), text)
@@ -394,8 +383,7 @@ class GrammarSuite(Suite):
     @check("grammar.regexes", since="0.1", capability="regex")
     def test_regular_expressions_are_those_of_python(self) -> None:
         """A regular expression matches a text that `re.fullmatch` with the flag ASCII doesn't, or the other way round. Check classes, alternatives
-        where one
-        is a prefix of the other, repetitions, flags, and characters of several bytes. Reject features that aren't supported."""
+        where one is a prefix of the other, repetitions, flags, and characters of several bytes. Reject features that aren't supported."""
         for pattern in (*CLASSES, *REGEXES):
             spec = GrammarSpec("regex", pattern)
             if self._compiles(spec):
@@ -405,9 +393,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.keywords", since="0.1", capability="json_schema")
     def test_each_keyword_is_followed_or_refused_wherever_it_stands(self) -> None:
-        """A JSON Schema keyword was compiled, possibly within another schema, and a value that it forbids can be written, or one exactly at its limit
-        can't.
-        Lengths count code points, not bytes. Reject unsupported keywords at any depth."""
+        """A JSON Schema keyword was compiled, possibly within another schema, and a value that it forbids can be written, or one exactly at its
+        limit can't. Lengths count code points, not bytes. Reject unsupported keywords at any depth."""
         for known in KEYWORDS:
             for place, (nested, around) in NESTS.items():
                 spec = GrammarSpec("json_schema", json.dumps(nested(known.schema)))
@@ -422,8 +409,7 @@ class GrammarSuite(Suite):
     @check("grammar.json_schema", since="0.1", capability="json_schema")
     def test_json_follows_its_schema(self) -> None:
         """A value that satisfies the schema can't be written in any of the usual spellings, one that doesn't can, or an answer of random allowed
-        tokens isn't
-        JSON, or doesn't satisfy it."""
+        tokens isn't JSON, or doesn't satisfy it."""
         for number, known in enumerate(SCHEMAS):
             spec = GrammarSpec("json_schema", json.dumps(known.schema))
             for value in known.right:

@@ -50,44 +50,38 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.private", since="0.1")
     def test_no_request_reads_what_another_wrote(self) -> None:
-        """A request read K and V of other tokens, or of other cache keys, than its own. A block may be overwritten only when no request holds it; it
-        may
-        be found only for exactly the tokens (all from the first on) and keys that it was written for."""
+        """A request read K and V of other tokens, or of other cache keys, than its own. A block may be overwritten only when no request holds it;
+        it may be found only for exactly the tokens (all from the first on) and keys that it was written for."""
         self._explore("private")
 
     @check("kv_cache.exclusive", since="0.1")
     def test_a_new_block_is_nobodys(self) -> None:
         """`allocate` or `fork` returned a block that a table holds already, the same block twice, or one outside of the pool. Pin the prefix hit
-        before
-        taking new blocks, and never evict a held block."""
+        before taking new blocks, and never evict a held block."""
         self._explore("exclusive")
 
     @check("kv_cache.table", since="0.1")
     def test_a_table_has_as_many_blocks_as_its_tokens_need(self) -> None:
-        """After `allocate(request, n)` the table must have exactly ceil(n / block_size) blocks, including those of the prefix hit and trimmed ones: a
-        row
-        of the executor has no space for more, and fewer leave tokens without a slot."""
+        """After `allocate(request, n)` the table must have exactly ceil(n / block_size) blocks, including those of the prefix hit and trimmed ones:
+        a row of the executor has no space for more, and fewer leave tokens without a slot."""
         self._explore("table")
 
     @check("kv_cache.counts", since="0.1")
     def test_free_held_and_cached_are_all(self) -> None:
         """`counts` must always add up to the pool, with `held` the blocks in tables, and `available_blocks` must be free + cached: the step admits
-        requests
-        by these numbers."""
+        requests by these numbers."""
         self._explore("counts")
 
     @check("kv_cache.no_leak", since="0.1")
     def test_when_everybody_has_left_the_whole_pool_can_be_taken(self) -> None:
         """All requests have ended, but blocks are still held, or a request that needs the whole pool doesn't get it. `free` must return every block
-        of a
-        table, including shared, copied and trimmed ones; `allocate` must take cached blocks when free ones run out."""
+        of a table, including shared, copied and trimmed ones; `allocate` must take cached blocks when free ones run out."""
         self._explore("no_leak")
 
     @check("kv_cache.lawful", since="0.1")
     def test_no_lawful_call_raises(self) -> None:
-        """A valid call raised: `free` of a request without blocks, `trim` with nothing to trim, `commit` of committed tokens, an id reused after its
-        request
-        ended, …"""
+        """A valid call raised: `free` of a request without blocks, `trim` with nothing to trim, `commit` of committed tokens, an id reused after
+        its request ended, …"""
         self._explore("lawful")
 
     @check("kv_cache.integrity", since="0.1")
@@ -103,9 +97,8 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
-        """The manager keeps requests that were freed, or their ids, so that a server's memory grows forever. In `free`, drop all state of a request,
-        including
-        that from `lookup`, even if it holds no blocks."""
+        """The manager keeps requests that were freed, or their ids, so that a server's memory grows forever. In `free`, drop all state of a
+        request, including that from `lookup`, even if it holds no blocks."""
         kv, requests = self._manager(4), [make_request(f"request {index}", range(index, index + 9)) for index in range(4)]
         for request in requests[:-1]:
             kv.lookup(request)
@@ -126,10 +119,8 @@ class KVCacheSuite(Suite):
     @check("kv_cache.misuse", since="0.1")
     def test_misuse_is_refused(self) -> None:
         """`commit`, `uncommit`, `fork` and `trim` of a request that holds no blocks, or such a request in `without`, `fork` into one that holds
-        blocks, and
-        `allocate` for fewer tokens than before (also than it was forked with, also within the same block) must raise `DovetailError`: a mistake in
-        the
-        core should be reported where it happens, not some steps later."""
+        blocks, and `allocate` for fewer tokens than before (also than it was forked with, also within the same block) must raise `DovetailError`: a
+        mistake in the core should be reported where it happens, not some steps later."""
         kv, request = self._manager(4), make_request("r", range(9))
         for name, call in self._calls_with(kv, request).items():
             _refused(call, f"{name} for a request that holds no blocks")
@@ -163,8 +154,7 @@ class KVCacheSuite(Suite):
     @check("kv_cache.failed_allocate", since="0.1")
     def test_an_allocation_that_fails_changes_nothing(self) -> None:
         """`allocate` returned None but changed the counts, or what lookups find, or then rejected fewer tokens, which would fit. Check that the
-        blocks suffice
-        before taking the first, and before recording the number of tokens."""
+        blocks suffice before taking the first, and before recording the number of tokens."""
         for block_size in BLOCK_SIZES:
             kv, first, second = self._manager(block_size), make_request("first", range(block_size)), make_request("second", [-1] * 3 * block_size)
             _compute(kv, first)
@@ -181,38 +171,33 @@ class KVCacheSuite(Suite):
     @check("kv_cache.blocks_needed", since="0.1")
     def test_an_allocation_takes_what_was_foretold(self) -> None:
         """`allocate` must succeed exactly if `blocks_needed` is at most `available_blocks`, and take exactly that many: a hit on a cached block
-        counts, since it
-        is no longer available; a hit on a held one doesn't."""
+        counts, since it is no longer available; a hit on a held one doesn't."""
         self._explore("blocks_needed")
 
     @check("kv_cache.blocks_needed_without", since="0.2")
     def test_blocks_needed_without_others_counts_what_freeing_them_gives_back(self) -> None:
-        """`blocks_needed(…, without=others)` must equal `blocks_needed` after freeing these, minus the blocks that this makes available: those in no
-        other
-        table, each counted once. A hit on one of these counts again. A step preempts by this number."""
+        """`blocks_needed(…, without=others)` must equal `blocks_needed` after freeing these, minus the blocks that this makes available: those in
+        no other table, each counted once. A hit on one of these counts again. A step preempts by this number."""
         self._explore("blocks_needed_without")
 
     @check("kv_cache.pure", since="0.1")
     def test_questions_change_nothing(self) -> None:
         """`lookup`, `blocks_needed` and `counts` must change nothing, not even the order of eviction; and two managers with the same calls must
-        behave the same
-        (draw randomness only from `context.seed`)."""
+        behave the same (draw randomness only from `context.seed`)."""
         self._explore("pure")
 
     # Lookups
 
     @check("kv_cache.hit_length", since="0.1")
     def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(self) -> None:
-        """`lookup` must be a multiple of the block size and less than the request's known tokens: the last one has to be computed, or there would be
-        nothing
-        to sample from."""
+        """`lookup` must be a multiple of the block size and less than the request's known tokens: the last one has to be computed, or there would
+        be nothing to sample from."""
         self._explore("hit_length")
 
     @check("kv_cache.hit", since="0.1")
     def test_only_what_was_committed_is_found(self) -> None:
-        """`lookup` found tokens that weren't committed under the same `cache_keys` since the last `reset`, or any for a request that asks for prompt
-        logprobs,
-        or without the capability `reuse`; or `allocate` took another hit than `lookup` returned."""
+        """`lookup` found tokens that weren't committed under the same `cache_keys` since the last `reset`, or any for a request that asks for
+        prompt logprobs, or without the capability `reuse`; or `allocate` took another hit than `lookup` returned."""
         for block_size in BLOCK_SIZES:
             kv, first, waiting = (
                 self._manager(block_size),
@@ -231,8 +216,7 @@ class KVCacheSuite(Suite):
     @check("kv_cache.reuse", since="0.1", capability="reuse")
     def test_a_computed_prompt_is_found_up_to_where_it_differs(self) -> None:
         """A prompt was computed, nothing was evicted, and a request with the same beginning, running or after the first ended, didn't find exactly
-        the full
-        blocks before the first differing token (or before its last known token)."""
+        the full blocks before the first differing token (or before its last known token)."""
         for block_size in BLOCK_SIZES:
             for ended in (False, True):
                 kv, tokens = self._manager(block_size), [*range(3 * block_size)]
@@ -258,9 +242,8 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.same_step", since="0.1", capability="reuse")
     def test_a_prefix_is_shared_within_the_step_that_computes_it(self) -> None:
-        """Blocks committed by one grant must be found by the next request of the same step, and then be held by both: the backend writes the K and V
-        of the
-        whole batch before it attends."""
+        """Blocks committed by one grant must be found by the next request of the same step, and then be held by both: the backend writes the K and
+        V of the whole batch before it attends."""
         for block_size in BLOCK_SIZES:
             kv, prompt = self._manager(block_size), list(range(2 * block_size))
             first, second = make_request("first", prompt), make_request("second", [*prompt, 7])
@@ -274,8 +257,7 @@ class KVCacheSuite(Suite):
     @check("kv_cache.generated", since="0.1", capability="reuse")
     def test_generated_tokens_are_found_like_those_of_the_prompt(self) -> None:
         """A request generated tokens, they were committed, it was freed, and they weren't found: by itself (resumed after preemption) or by another
-        with them
-        in its prompt (the next turn of a conversation)."""
+        with them in its prompt (the next turn of a conversation)."""
         for block_size in BLOCK_SIZES:
             kv, request = self._manager(block_size), make_request("r", range(block_size + 1))
             _compute(kv, request)
@@ -288,9 +270,8 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.cache_keys", since="0.1", capability="reuse")
     def test_requests_with_different_cache_keys_share_nothing(self) -> None:
-        """The same tokens were found under other `cache_keys` (adapters, salts of tenants who must not see each other), or not under equal ones. The
-        keys are a
-        sequence: ("a", "b") is neither ("b", "a") nor ("ab",) nor ("a", "", "b")."""
+        """The same tokens were found under other `cache_keys` (adapters, salts of tenants who must not see each other), or not under equal ones.
+        The keys are a sequence: ("a", "b") is neither ("b", "a") nor ("ab",) nor ("a", "", "b")."""
         for keys in KEYS:
             kv = self._manager(4)
             _compute(kv, make_request("first", range(8), keys=keys))
@@ -300,9 +281,8 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.prompt_logprobs", since="0.1", capability="reuse")
     def test_a_request_for_prompt_logprobs_finds_nothing(self) -> None:
-        """Logprobs of a prompt require computing all of it: `lookup` must be 0 if `request.params.prompt_logprobs` isn't None (0 is a request, too),
-        and
-        `allocate` must pin nothing."""
+        """Logprobs of a prompt require computing all of it: `lookup` must be 0 if `request.params.prompt_logprobs` isn't None (0 is a request,
+        too), and `allocate` must pin nothing."""
         kv = self._manager(4)
         _compute(kv, make_request("first", range(8)))
         for wanted in (0, 5):
@@ -314,8 +294,7 @@ class KVCacheSuite(Suite):
     @check("kv_cache.uncommit", since="0.1", capability="reuse")
     def test_what_is_uncommitted_is_not_found(self) -> None:
         """Tokens were committed on grant, the grant was revoked, `uncommit` was called, and they were found; or tokens were dropped that weren't
-        covered, or
-        that another request computed."""
+        covered, or that another request computed."""
         for block_size in BLOCK_SIZES:
             kv, tokens = self._manager(block_size), list(range(3 * block_size))
             first, second = make_request("first", tokens[: 2 * block_size]), make_request("second", tokens)
@@ -351,8 +330,7 @@ class KVCacheSuite(Suite):
     @check("kv_cache.reset", since="0.1", capability="reuse")
     def test_after_a_reset_nothing_old_is_found(self) -> None:
         """`reset` means that the weights have changed: no block cached or held before may be found, nor what a request running at that time commits
-        later, since
-        it depends on old values. Cached blocks become free; newly computed ones are found."""
+        later, since it depends on old values. Cached blocks become free; newly computed ones are found."""
         for block_size in BLOCK_SIZES:
             kv, tokens = self._manager(block_size), list(range(2 * block_size))
             running, ended, other = make_request("running", tokens), make_request("ended", [-1] * block_size), make_request("other", [*tokens, 7])
@@ -418,16 +396,14 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.fork", since="0.1", capability="fork")
     def test_a_fork_shares_the_full_blocks(self) -> None:
-        """The child's table must begin with the parent's full blocks and have its own block for a partial one; `cached` is the number of tokens. None
-        only if
-        that block is needed and none is available."""
+        """The child's table must begin with the parent's full blocks and have its own block for a partial one; `cached` is the number of tokens.
+        None only if that block is needed and none is available."""
         self._explore("fork")
 
     @check("kv_cache.fork_copies", since="0.1", capability="fork")
     def test_a_fork_copies_the_partial_block(self) -> None:
         """The tokens of the partial block weren't in the child's copy of it. `take_copies` must return each copy once, in the order of the forks,
-        from the
-        parent's block to the child's; the next batch runs them first."""
+        from the parent's block to the child's; the next batch runs them first."""
         for block_size in BLOCK_SIZES[1:]:
             kv, tokens = self._manager(block_size), [*range(2 * block_size)]
             requests, expected = [make_request("0", tokens)], list[BlockCopy]()
@@ -457,9 +433,8 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.trim", since="0.1", capability="trim")
     def test_trim_lets_go_of_the_blocks_wholly_before_the_window(self) -> None:
-        """`trim(request, first)` must release exactly the blocks with all tokens before `first`: fewer waste memory, and one more drops tokens that a
-        layer still
-        reads. A second call with a smaller `first` returns nothing, and trims nothing."""
+        """`trim(request, first)` must release exactly the blocks with all tokens before `first`: fewer waste memory, and one more drops tokens that
+        a layer still reads. A second call with a smaller `first` returns nothing, and trims nothing."""
         self._explore("trim")
 
     # Helpers

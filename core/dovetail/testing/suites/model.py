@@ -1,8 +1,7 @@
 """`ModelSuite`: checks that a model architecture conforms to the contract of `dovetail.api.model`, and computes the same as transformers.
 
 Models are tiny and random, built from transformers' own config classes (`model_configs`). They run on the CPU in float32, with the suite's own
-attention
-(`model_bench`), so that differences are due to the model.
+attention (`model_bench`), so that differences are due to the model.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ TOLERANCE = 1e-4  # relative to the largest number, and to each: allows another 
 
 class ModelSuite(Suite):
     """`architectures`: to build; default: those declared by the component's plugin, for a class those in its attribute of that name, or those
-    declared for
-    its nearest base class. `variants`: fields of additional configs to compare numbers for."""
+    declared for its nearest base class. `variants`: fields of additional configs to compare numbers for."""
 
     kind = "model"
     settings = Suite.settings | {"architectures", "variants"}
@@ -78,8 +76,7 @@ class ModelSuite(Suite):
     @check("model.transformers", since="0.1")
     def test_transformers(self) -> None:
         """Hidden states (after the last norm) or logits differ from transformers' in float32. Compare layer by layer, starting at the embedding:
-        norms and their
-        eps, rotary embedding, additions to the residual stream, biases, tied weights. Sequences are as long as the model allows."""
+        norms and their eps, rotary embedding, additions to the residual stream, biases, tied weights. Sequences are as long as the model allows."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, config.max_position_embeddings)
             hidden = bench.step(Chunk("a", tokens, 0))
@@ -91,8 +88,7 @@ class ModelSuite(Suite):
     @check("model.config_fields", since="0.1")
     def test_config_fields(self) -> None:
         """A config field that changes the numbers was accepted, and the numbers differ from transformers'. Implement it, or name it in
-        `reasons_against`. Extreme
-        values count, too: an eps of 1e-12, a window of one token, no layer without a window."""
+        `reasons_against`. Extreme values count, too: an eps of 1e-12, a window of one token, no layer without a window."""
         for architecture in self.served:
             for change in configs.changes(architecture):
                 config = configs.tiny(architecture, **change.fields)
@@ -111,9 +107,8 @@ class ModelSuite(Suite):
 
     @check("model.unknown_fields", since="0.1")
     def test_unknown_fields(self) -> None:
-        """A field unknown to the architecture was ignored, although it may change the numbers (a softcap, a scale, a weight format). Reject fields by
-        name unless
-        they are known to be harmless."""
+        """A field unknown to the architecture was ignored, although it may change the numbers (a softcap, a scale, a weight format). Reject fields
+        by name unless they are known to be harmless."""
         for architecture in self.served:
             known = vars(configs.tiny(architecture))
             for field, value in configs.UNHEARD_OF.items():
@@ -142,8 +137,7 @@ class ModelSuite(Suite):
     @check("model.positions", since="0.1")
     def test_positions(self) -> None:
         """Two steps with the same number of tokens and the same first position had the same rotation, although other positions differ. Key anything
-        cached
-        between steps by all positions, or cache nothing."""
+        cached between steps by all positions, or cache nothing."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, 20, seed=ord(name)) for name in "abc"}
             before = [Chunk(name, tokens[name][:start], 0) for name, start in (("a", 4), ("b", 4), ("c", 9))]
@@ -160,8 +154,7 @@ class ModelSuite(Suite):
     @check("model.owns_nothing", since="0.1")
     def test_inputs_and_results_are_the_callers(self) -> None:
         """`forward` or `logits` modified its input; or its result is something that it reads again, so that a caller that overwrites it (a sampler
-        may overwrite
-        logits) changes later ones; or an attention result was used after the next layer had attended."""
+        may overwrite logits) changes later ones; or an attention result was used after the next layer had attended."""
         config = next(self.configs())
         bench = self.bench(config, Reference(config).tensors())
         tokens = some_tokens(config, 12)
@@ -206,8 +199,7 @@ class ModelSuite(Suite):
     @check("model.prefix", since="0.1")
     def test_prefix(self) -> None:
         """A sequence whose first K and V come from another one (a prefix hit) gives other logits than if computed. A hit starts at a position that
-        the model has
-        never seen in this sequence."""
+        the model has never seen in this sequence."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 12, seed=1)
             bench.run(torch.cat((tokens[:17], others)), sequence="first")
@@ -219,8 +211,7 @@ class ModelSuite(Suite):
     @check("model.ragged", since="0.1")
     def test_ragged(self) -> None:
         """Sequences that share a step give other logits than by themselves. A step is a flat list of tokens of several sequences, each with its
-        position; only
-        attention knows which belong together."""
+        position; only attention knows which belong together."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, n, seed=n) for name, n in (("a", 50), ("b", 40), ("c", 14))}
             bench.step(Chunk("a", tokens["a"][:12], 0), Chunk("c", tokens["c"][:13], 0))
@@ -241,9 +232,8 @@ class ModelSuite(Suite):
 
     @check("model.wanted", since="0.2")
     def test_wanted(self) -> None:
-        """With `wanted`, `forward` doesn't return the states of those tokens, in that order, equal to those without it; or a later step misses K and
-        V of the
-        others: these must be written in every layer. Simplest solution: `return hidden if wanted is None else hidden[wanted]`."""
+        """With `wanted`, `forward` doesn't return the states of those tokens, in that order, equal to those without it; or a later step misses K
+        and V of the others: these must be written in every layer. Simplest solution: `return hidden if wanted is None else hidden[wanted]`."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 9, seed=1)
             steps: tuple[tuple[tuple[Chunk, ...], list[int]], ...] = (
@@ -272,8 +262,7 @@ class ModelSuite(Suite):
     @check("model.weight_names", since="0.1")
     def test_weight_names(self) -> None:
         """`weights()` doesn't list exactly the tensors of a checkpoint, with parameters that have `load`; only those that may be missing (a tied
-        head) are
-        optional."""
+        head) are optional."""
         for config, reference, bench in self.pairs():
             rules, held = list(bench.model.weights()), set(reference.held())
             names, places = {rule.source for rule in rules}, Counter((rule.source, id(rule.parameter), rule.shard_id) for rule in rules)
@@ -309,10 +298,9 @@ class ModelSuite(Suite):
 
     @check("model.checkpoint", since="0.1")
     def test_checkpoint(self) -> None:
-        """A checkpoint can't be loaded from its files, or then gives other logits than transformers. Dovetail reads safetensors files by `weights()`:
-        `parameter.load` gets a slice, which returns only what is requested. A config read from a file has fields that one created in Python lacks,
-        such as
-        `model_type`."""
+        """A checkpoint can't be loaded from its files, or then gives other logits than transformers. Dovetail reads safetensors files by
+        `weights()`: `parameter.load` gets a slice, which returns only what is requested. A config read from a file has fields that one created in
+        Python lacks, such as `model_type`."""
         for config in self.configs():
             reference, tokens = Reference(config), some_tokens(config, 12)
             with tempfile.TemporaryDirectory() as folder:
@@ -331,9 +319,8 @@ class ModelSuite(Suite):
 
     @check("model.tied", since="0.1")
     def test_tied(self) -> None:
-        """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of the two or both; otherwise it has separate weights.
-        Let both
-        rules name one parameter, the head's `optional`."""
+        """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of the two or both; otherwise it has separate
+        weights. Let both rules name one parameter, the head's `optional`."""
         for architecture in self.served:
             config = configs.tiny(architecture, tie_word_embeddings=True)
             reference, tokens = Reference(config), some_tokens(config, 12)
@@ -349,9 +336,8 @@ class ModelSuite(Suite):
 
     @check("model.shards", since="0.1", capability="tensor_parallel")
     def test_shards(self) -> None:
-        """Split over 2 or 4 ranks, the model gives other logits than unsplit, or different ones by rank. Reduce row-parallel sums once (only one rank
-        adds a bias),
-        repeat K and V heads if there are more ranks, and gather logits without the vocabulary's padding."""
+        """Split over 2 or 4 ranks, the model gives other logits than unsplit, or different ones by rank. Reduce row-parallel sums once (only one
+        rank adds a bias), repeat K and V heads if there are more ranks, and gather logits without the vocabulary's padding."""
         for config, reference, bench in self.pairs():
             tokens, tensors = some_tokens(config, 12), reference.tensors()
             whole = bench.run(tokens)
@@ -364,9 +350,8 @@ class ModelSuite(Suite):
 
     @check("model.layer_specs", since="0.1")
     def test_layer_specs(self) -> None:
-        """`layer_specs` isn't what `build` passes to `make_attention`, in the same order and for the same rank: the KV pool would have another shape
-        than the
-        model."""
+        """`layer_specs` isn't what `build` passes to `make_attention`, in the same order and for the same rank: the KV pool would have another
+        shape than the model."""
         for config in self.configs():
             for size in (1, 2, 4) if self.declares("tensor_parallel") else (1,):
                 for specs, made in on_ranks(size, partial(self.specs_of, config)):
@@ -388,10 +373,8 @@ class ModelSuite(Suite):
     @check("model.dtype", since="0.1")
     def test_dtype(self) -> None:
         """Parameters and hidden states don't have the requested dtype, or half precision is inaccurate: compute norms, rotary embedding and softmax
-        in float32, as
-        squares of large numbers overflow float16. The mean error of logits may be 1.5 times that of transformers in that dtype, the worst token's 3
-        times,
-        including at positions that the dtype can't represent."""
+        in float32, as squares of large numbers overflow float16. The mean error of logits may be 1.5 times that of transformers in that dtype, the
+        worst token's 3 times, including at positions that the dtype can't represent."""
         far = configs.tiny(self.served[0], max_position_embeddings=2 * FAR)
         for index, config in enumerate([*self.configs(), far]):
             for dtype in (torch.float16, torch.bfloat16)[bool(index) :]:
@@ -418,8 +401,7 @@ class ModelSuite(Suite):
 
     def assert_norms_exact(self, config: Any) -> None:
         """Check the norms in half precision, by embeddings that no layer adds anything to: each token's states equal those in float32, except for
-        rounding. A
-        common factor indicates a rounded mean of squares; squares of large numbers are infinite in float16."""
+        rounding. A common factor indicates a rounded mean of squares; squares of large numbers are infinite in float16."""
         for dtype, size in ((torch.bfloat16, 1.0), (torch.float16, 3000.0)):
             reference, tokens = Reference(config), torch.arange(config.vocab_size)
             reference.scale_matrices(0.0, embedding=size)

@@ -1,8 +1,7 @@
 """`SamplerSuite`: checks that a sampler conforms to the contract of `dovetail.api.sampler`.
 
 The set of possible tokens is compared exactly with an oracle (`sampler_oracle`); their frequencies, by a chi-square test for each filter separately
-(a
-joint test hides an off-by-one), at a level of 1e-5.
+(a joint test hides an off-by-one), at a level of 1e-5.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.ties", since="0.1")
     def test_ties(self) -> None:
-        """Ties are broken by the lowest id: in greedy rows, and at the end of what top-k and top-p keep. A result that depends on the order in which
-        threads
-        finish isn't reproducible."""
+        """Ties are broken by the lowest id: in greedy rows, and at the end of what top-k and top-p keep. A result that depends on the order in
+        which threads finish isn't reproducible."""
         tied = [0.0, 7.0, 3.0, 7.0, 7.0]
         for sampling in (RowSampling(temperature=0.0), RowSampling(top_k=1), RowSampling(top_p=0.01)):
             tokens = self.bench([Row(tied, replace(sampling, seed=seed)) for seed in range(20)]).tokens()
@@ -77,8 +75,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
     @check("sampler.top_k", since="0.1")
     def test_top_k(self) -> None:
         """Exactly the k most likely tokens are left; 0, or more than there are, leaves all. Power: one token more or less is always detected, since
-        each occurs
-        in at least 2 % of 1,000 draws."""
+        each occurs in at least 2 % of 1,000 draws."""
         for k in (0, 1, 2, 8, 19, 20, 50):
             self.assert_support(SLOPE, RowSampling(top_k=k))
         self.assert_support(GENTLE, RowSampling(top_k=300), 6_000)
@@ -91,8 +88,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
     @check("sampler.top_p", since="0.1")
     def test_top_p(self) -> None:
         """The fewest most likely tokens with a total probability of at least p are kept, including the one that crosses p. 1 keeps all. Sum in
-        float32, and
-        don't round p. Power: one token more or less is always detected, as for top-k."""
+        float32, and don't round p. Power: one token more or less is always detected, as for top-k."""
         reached = np.sort(distribution(SLOPE, RowSampling()))[::-1].cumsum()[[0, 6, 13]]
         for p in (0.01, 0.3, 0.5, 0.8, 0.95, 1.0, *(reached - NEAR), *(reached + NEAR)):
             self.assert_support(SLOPE, RowSampling(top_p=float(p)))
@@ -102,8 +98,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
     @check("sampler.min_p", since="0.1")
     def test_min_p(self) -> None:
         """Tokens at least p times as likely as the most likely one are kept (not: with a probability of p). 0 keeps all, 1 the most likely and its
-        ties. Power:
-        one token more or less is always detected, as for top-k."""
+        ties. Power: one token more or less is always detected, as for top-k."""
         shares = np.exp([-0.3, -0.8, -1.4])  # of tokens of SLOPE
         for p in (0.0, 0.15, 0.5, 0.85, *(shares - NEAR), *(shares + NEAR)):
             self.assert_support(SLOPE, RowSampling(min_p=float(p)))
@@ -112,9 +107,8 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
 
     @check("sampler.filter_order", since="0.1")
     def test_filter_order(self) -> None:
-        """First temperature, then top-k, top-p and min-p, each over what the previous one kept: top-p uses probabilities among the tokens that top-k
-        kept.
-        Power: in each case another order keeps another set of tokens, which is always detected."""
+        """First temperature, then top-k, top-p and min-p, each over what the previous one kept: top-p uses probabilities among the tokens that
+        top-k kept. Power: in each case another order keeps another set of tokens, which is always detected."""
         for sampling in (
             RowSampling(temperature=2.0, top_p=0.6),
             RowSampling(temperature=0.5, top_p=0.6),
@@ -128,10 +122,8 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
     @check("sampler.large_vocabulary", since="0.1")
     def test_large_vocabulary(self) -> None:
         """50,000 tokens in five classes of equal logits occur in proportion. They win by the smallest of many random numbers, which must be exact
-        where they are
-        small, and independent between ids. Power: noise of 11 bits (half precision), whose ties exclude the rarer classes, is always detected, and so
-        is noise
-        that repeats after 2^16 ids; after 2^17, except once in 10^6."""
+        where they are small, and independent between ids. Power: noise of 11 bits (half precision), whose ties exclude the rarer classes, is always
+        detected, and so is noise that repeats after 2^16 ids; after 2^17, except once in 10^6."""
         classes = np.arange(50_000) % 5
         logits = classes * -1.0
         counts = self.draws(logits.tolist(), RowSampling(), 2_000, seeds=50)
@@ -148,8 +140,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
     @check("sampler.extremes", since="0.1")
     def test_extremes(self) -> None:
         """Logits of -inf never win against others, +inf always does, no temperature produces NaN, and a row of only -inf or NaN gets some id of the
-        vocabulary
-        and affects no other row."""
+        vocabulary and affects no other row."""
         for temperature in (1e-45, 1e-20, 1e30, 1e300):
             came = set(self.bench([Row([0.0, 5.0, -np.inf, 4.0], RowSampling(temperature=temperature, seed=s)) for s in range(64)]).tokens())
             may = {1} if temperature < 1 else {0, 1, 3}
@@ -181,8 +172,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
     @check("sampler.logprobs", since="0.1", capability="logprobs")
     def test_logprobs(self) -> None:
         """Log-probabilities are of the unmodified distribution, before temperature, filters, rules and penalties. Column 0 is the sampled token,
-        followed by the
-        k most likely, best first; its rank is 1 if none is more likely."""
+        followed by the k most likely, best first; its rank is 1 if none is more likely."""
         generator = np.random.default_rng(7)
         rows = [
             Row(generator.normal(size=VOCAB).tolist(), replace(s, logprobs=ASKED[i % 4], temperature=0.5 * s.temperature), (1,), (2, 3))

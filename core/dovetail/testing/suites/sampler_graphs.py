@@ -22,8 +22,7 @@ class SamplerGraphs(SamplerSubject):
     @check("sampler.captured", since="0.1", capability="cuda_graph")
     def test_captured(self) -> None:
         """`sample_captured` returns the tokens of `sample` if `capturable` is True, and padding rows (`max_rows`) get some id of the vocabulary and
-        change
-        nothing."""
+        change nothing."""
         bench = self.bench(mixed_rows())
         places = [place for place in bench.places if bench.sampler.capturable(np.array([place]))]
         require(places, "capturable() said no to every row, plain ones too")
@@ -36,8 +35,7 @@ class SamplerGraphs(SamplerSubject):
     @check("sampler.capturable", since="0.1", capability="cuda_graph")
     def test_capturable(self) -> None:
         """`capturable` returns False for rows that `sample_captured` doesn't fully support: logprobs, rules or penalties. One such row among others
-        is
-        enough."""
+        is enough."""
         more: tuple[dict[str, Any], ...] = (
             {"logit_bias": ((0, 9.0),)},
             {"bad_words": ((1,),)},
@@ -76,8 +74,7 @@ class SamplerGraphs(SamplerSubject):
     @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
     def test_fully_captured(self) -> None:
         """`sample_fully_captured` returns all that `sample` does if `fully_capturable` is True: tokens, and the log-probabilities of each row that
-        requests
-        them, with at least as many columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change nothing."""
+        requests them, with at least as many columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change nothing."""
         bench, rows = self.fully_capturable([row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)])
         expected, captured = bench.sample(), bench.fully_captured()
         _require_same(rows, captured, expected)
@@ -89,8 +86,7 @@ class SamplerGraphs(SamplerSubject):
     @check("sampler.full_graph", since="0.1", capability="cuda_graph_full")
     def test_full_graph(self) -> None:
         """A graph of `sample_fully_captured` also replays for other requests: rules, penalties, and the number of log-probabilities are read where
-        `update`
-        stored them, at the same addresses."""
+        `update` stored them, at the same addresses."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph_full", f"the suite runs on {self.place}")
         bench, rows = self.fully_capturable(_asking(mixed_rows(), 2))

@@ -89,8 +89,7 @@ class SamplerRequests(SamplerSubject):
     @check("sampler.preemption", since="0.1")
     def test_preemption(self) -> None:
         """A preempted request returns in another row, with its output in the rebuilt history, and continues with the same tokens: a sampler keeps
-        nothing of a
-        request except its parameters."""
+        nothing of a request except its parameters."""
         logits = np.random.default_rng(0).normal(size=64).tolist()
         sampling = RowSampling(seed=11, frequency_penalty=0.5, bad_words=((3, 4),))
         runs = [self.run_on(logits, sampling, preempted) for preempted in (None, 4, 9)]
@@ -127,8 +126,7 @@ class SamplerRequests(SamplerSubject):
     @check("sampler.reused_rows", since="0.1")
     def test_reused_rows(self) -> None:
         """A row given to another request, even in the same `update`, keeps nothing of the previous one: no penalty, ban, logprobs or seed. A row in
-        both
-        `removed` and `added` has the new request's parameters: removals come first."""
+        both `removed` and `added` has the new request's parameters: removals come first."""
         logits = [0.0, 1.0, 2.0, 1.5]
         full = RowSampling(
             temperature=0.0, bad_words=((2,),), repetition_penalty=4.0, logit_bias=((0, 9.0),), allowed_token_ids=(0, 1), logprobs=1, min_tokens=9
@@ -153,8 +151,7 @@ class SamplerRequests(SamplerSubject):
     def test_extra_args(self) -> None:
         """An invalid value of a key in `extra_args` was accepted by `update` or `sample`, which raised, or silently. Validate it on arrival: set
         `SamplerCapabilities.extra_args_model` to a pydantic model, with a strict type and a range for each key. Clients see its errors; any value
-        that it
-        accepts must be sampled, and must not change other rows' tokens."""
+        that it accepts must be sampled, and must not change other rows' tokens."""
         model, fine = self.capabilities.extra_args_model, Row([0.0] * 50, RowSampling(seed=3))
         (alone,) = self.bench([fine]).tokens()
         for key in self.capabilities.extra_args:

@@ -35,9 +35,8 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.bad_words", since="0.1")
     def test_bad_words(self) -> None:
-        """The last token of a bad word isn't sampled after the others, wherever these are: in the prompt, the output or across both. A partial match
-        bans nothing,
-        and neither does a bad word longer than the history."""
+        """The last token of a bad word isn't sampled after the others, wherever these are: in the prompt, the output or across both. A partial
+        match bans nothing, and neither does a bad word longer than the history."""
         self.assert_greedy(random_rows(lambda rng: {"bad_words": tuple(tuple(some_tokens(rng, 3)) or (5,) for _ in range(4))}))
         self.assert_greedy(rows_of_many(lambda tokens: {"bad_words": tuple((t,) for t in tokens if t > MANY // 2)}))
         wants_3, word = [0.0, 1.0, 0.0, 9.0], RowSampling(temperature=0.0, bad_words=((1, 2, 3),))
@@ -103,9 +102,8 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.rules_before_temperature", since="0.1")
     def test_rules_before_temperature(self) -> None:
-        """Biases, bans and penalties change the logits before these are divided by the temperature, at any temperature. Power: a bias or penalty that
-        is added
-        afterwards changes its token's odds by a factor of at least 2, which 5,000 draws always detect."""
+        """Biases, bans and penalties change the logits before these are divided by the temperature, at any temperature. Power: a bias or penalty
+        that is added afterwards changes its token's odds by a factor of at least 2, which 5,000 draws always detect."""
         output = (3, 4, 3)
         for temperature in (0.5, 2.0):
             for sampling in (

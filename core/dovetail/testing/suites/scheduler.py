@@ -75,15 +75,13 @@ class SchedulerSuite(Suite):
     @check("scheduler.sound", since="0.1")
     def test_sound(self) -> None:
         """The policy raised, or misused a step, which ends the engine. The message names the method and the rule. Use requests only while they are
-        shown, and a
-        step only inside `schedule`."""
+        shown, and a step only inside `schedule`."""
         self._in_all(scenarios(), 40, lambda world: None)
 
     @check("scheduler.aborts", since="0.1")
     def test_aborts(self) -> None:
-        """The policy raised after a client had disconnected. A request can end at any time, waiting or running: `on_finished` is called exactly once,
-        and
-        nothing of the request may be used afterwards. An early end has no token, possibly not even a grant."""
+        """The policy raised after a client had disconnected. A request can end at any time, waiting or running: `on_finished` is called exactly
+        once, and nothing of the request may be used afterwards. An early end has no token, possibly not even a grant."""
         self._in_all(scenarios(aborts=True), 40, lambda world: None)
 
     @check("scheduler.budget", since="0.1")
@@ -108,9 +106,8 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.memory", since="0.1")
     def test_memory(self) -> None:
-        """The policy corrupted the KV-cache manager's state: blocks leak, belong to two requests, or are missing. Only the step and the core may use
-        the KV-cache
-        manager and modify a request."""
+        """The policy corrupted the KV-cache manager's state: blocks leak, belong to two requests, or are missing. Only the step and the core may
+        use the KV-cache manager and modify a request."""
 
         def in_order(world: World) -> None:
             if world.dead is not None and not isinstance(world.dead, PolicyError | SchedulerStalled):
@@ -135,9 +132,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.forgets", since="0.1")
     def test_forgets(self) -> None:
-        """The policy keeps requests that have ended, or values by their ids, so that a server's memory grows forever, and a request with a reused id
-        finds
-        another's values. In `on_finished`, drop a request from every list and dict, including aborted and rejected ones; don't keep a step."""
+        """The policy keeps requests that have ended, or values by their ids, so that a server's memory grows forever, and a request with a reused
+        id finds another's values. In `on_finished`, drop a request from every list and dict, including aborted and rejected ones; don't keep a
+        step."""
 
         def forgotten(world: World) -> None:
             ended = {name for request in world.requests if request.status is Status.FINISHED for name in (request.id, request.parent)}
@@ -157,8 +154,7 @@ class SchedulerSuite(Suite):
     @check("scheduler.finishes", since="0.1")
     def test_finishes(self) -> None:
         """Requests stay unfinished although no more arrive: the policy grants nothing and sets no `wake_at`, or evicts in circles. A prompt may be
-        longer than a
-        step's budget, so grant it in chunks; a request that needs memory may have to evict others, the last in your order first."""
+        longer than a step's budget, so grant it in chunks; a request that needs memory may have to evict others, the last in your order first."""
 
         def all_ended(world: World) -> None:
             require(not isinstance(world.dead, SchedulerStalled), f"the engine stalled: {world.dead}")
@@ -174,9 +170,8 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_starvation", since="0.1", capability="no_starvation")
     def test_no_starvation(self) -> None:
-        """A request starves while later arrivals are served. Let waiting count (age, a limit, order of arrival), don't let small requests overtake a
-        large one
-        that lacks memory forever, or claim `starves`."""
+        """A request starves while later arrivals are served. Let waiting count (age, a limit, order of arrival), don't let small requests overtake
+        a large one that lacks memory forever, or claim `starves`."""
         for overlap in (True, False):
             for who, victim in VICTIMS.items():
                 self._require_patience(who, flooded(victim, overlap), range(BEFORE_VICTIM, BEFORE_VICTIM + 1))
@@ -185,8 +180,7 @@ class SchedulerSuite(Suite):
     @check("scheduler.no_idling", since="0.1", capability="no_idling")
     def test_no_idling(self) -> None:
         """The policy left tokens, a seat and memory of a step unused although a request could have run, no grant had been refused, and nothing was
-        evicted. Keep
-        granting, including prefills, until a grant is refused, or claim `idles`."""
+        evicted. Keep granting, including prefills, until a grant is refused, or claim `idles`."""
         self._in_all(scenarios(), 40, lambda world: None, look=_try_to_grant_more, decisions=True)
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
@@ -202,17 +196,15 @@ class SchedulerSuite(Suite):
     @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
     def test_no_stalls(self) -> None:
         """Streamed answers stalled while a prompt was computed, although there were seats and memory for all. Grant every decode in a step that
-        computes prompts,
-        decodes first; or claim `stalls`."""
+        computes prompts, decodes first; or claim `stalls`."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             _require_alive(self._world(scenario.shape, look=_see_stall).play(scenario.acts))
 
     @check("scheduler.paced", since="0.3", capability="paced")
     def test_paced(self) -> None:
-        """A prompt that the engine's pace cut into chunks never finished. Continue running requests with `prefill_left`; or claim `paced=False`, and
-        cap the
-        prompts of a step yourself."""
+        """A prompt that the engine's pace cut into chunks never finished. Continue running requests with `prefill_left`; or claim `paced=False`,
+        and cap the prompts of a step yourself."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             world = self._world(scenario.shape).play(scenario.acts)
@@ -222,8 +214,7 @@ class SchedulerSuite(Suite):
     @check("scheduler.order", since="0.1", capability="order")
     def test_order(self) -> None:
         """A request was admitted before one that precedes it in the claimed order, or kept running at its expense. Sort by the claimed key, ties by
-        arrival; stop
-        admitting at the first refusal; evict the last first. Or don't claim `order`."""
+        arrival; stop admitting at the first refusal; evict the last first. Or don't claim `order`."""
         key = ORDERS[str(self.capabilities.order)]
         look = partial(_see_order, key)
         for scenario in begun_without_memory():
@@ -233,8 +224,7 @@ class SchedulerSuite(Suite):
     @check("scheduler.recompute", since="0.1")
     def test_recompute(self) -> None:
         """More tokens were recomputed than computed once: the policy preempts so much that the device does little else. Evict for running requests
-        rather than
-        for waiting ones, the last in your order first, and don't admit requests that the next step must evict."""
+        rather than for waiting ones, the last in your order first, and don't admit requests that the next step must evict."""
         for overlap in (True, False):
             stats = self._pressed(pressed(overlap))
             again, once = stats.recomputed_tokens, stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens
@@ -243,8 +233,7 @@ class SchedulerSuite(Suite):
     @check("scheduler.replay", since="0.1")
     def test_replay(self) -> None:
         """The same requests gave another schedule in a second engine of the same process, or in another process. Use `random.Random(context.seed)`
-        for randomness
-        and `step.now` for time; don't iterate over sets; keep no state in the class or module."""
+        for randomness and `step.now` for time; don't iterate over sets; keep no state in the class or module."""
         first = plans(self.make)
         require(plans(self.make) == first, "a second policy, made the same way, planned the same requests otherwise")
         require(plans_elsewhere(self) == [first], "another process planned the same requests otherwise")
@@ -297,8 +286,7 @@ def _require_alive(world: World) -> None:
 
 def _try_to_grant_more(shown: Shown) -> None:
     """Require that, if the policy was refused nothing for lack of space and evicted nothing, no other request fits. An evicted request can't be
-    granted its
-    own freed space before the next step, and a policy that keeps an order admits nothing after it until then."""
+    granted its own freed space before the next step, and a policy that keeps an order admits nothing after it until then."""
     step = shown.step
     lacked = bool(step.preempted) or any(d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ())
     if lacked or step.tokens_left < 1 or step.seqs_left < 1:
@@ -318,8 +306,7 @@ def _see_stall(shown: Shown) -> None:
 
 def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> None:
     """Require that no request is admitted before an earlier one that waits or lacks memory for the rest of its prompt, and that none runs at the
-    expense of
-    an earlier one."""
+    expense of an earlier one."""
     step = shown.step
     passed = [r for r in shown.waiting if r not in step.admitted and r not in step.rejected and not r.in_flight]
     lacking = {d.request for d in step.decisions or () if d.act == "refused" and d.why == Refusal.MEMORY.name}

@@ -31,8 +31,7 @@ def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
 @st.composite
 def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
     """Draw a request. Prompts often share a beginning. `plain`: one sample. Objectives are derived from the deadline, one of them without `tbt_s`,
-    since
-    more draws would reduce the coverage of the few examples."""
+    since more draws would reduce the coverage of the few examples."""
     length = draw(st.integers(1, shape.max_model_len - 1))
     own = draw(st.integers(0, min(3, length)))
     return Arrive(

@@ -65,9 +65,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies. `id`: a
-    reused
-    one, of a request that has ended."""
+    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies. `id`:
+    a reused one, of a request that has ended."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
