@@ -182,7 +182,7 @@ def test_a_package_that_does_not_load_is_told_apart_from_one_that_is_absent(monk
 def test_a_package_that_is_not_made_for_the_device_is_told_apart_from_one_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, fake_flash.flash_attn_3())
     monkeypatch.setattr(FlashAttention3, "runs_on", classmethod(lambda cls, device: False))
-    with pytest.raises(ImportError, match="flash_attn_interface isn't made for cpu; install it with: pip install flash-attn"):
+    with pytest.raises(ImportError, match="flash_attn_interface doesn't support cpu; install it with: pip install flash-attn"):
         find_library(CPU)
 
 

@@ -21,7 +21,7 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.3",
             name="triton",
             target="dovetail_attention.triton_backend:TritonAttention",
-            summary="our own paged kernels for NVIDIA GPUs: split decode, ragged prefill, shared prefixes, any block size",
+            summary="Dovetail's paged Triton kernels for NVIDIA GPUs: split decode, ragged prefill, shared prefixes, any block size",
             requires=("triton>=3.5", "torch>=2.11"),
         ),
         ComponentSpec(
@@ -30,6 +30,6 @@ def dovetail_components() -> list[ComponentSpec]:
             name="flash_attn",
             target="dovetail_attention.flash:FlashAttention",
             summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and bfloat16, blocks of 256",
-            requires=("torch>=2.11",),  # the package itself has several names: the backend looks for them, and says what to install
+            requires=("torch>=2.11",),  # the package has several names: the backend finds it, or names what to install
         ),
     ]

@@ -25,7 +25,7 @@ MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """One query each of `rows` rows; row and head number the bags, row first. `pattern` has the scores as its values, overwritten by each layer."""
+    """Rows with one query each; bags are numbered by (row, head), row-major. `pattern` has the scores as its values, overwritten by each layer."""
 
     queries: torch.Tensor  # [rows] tokens of the batch
     pattern: torch.Tensor  # CSR [rows * heads, slots * kv_heads]
@@ -35,7 +35,8 @@ class Bags:
     def attend(
         self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> None:
-        """k, v [slots, kv_heads, head_size]: the caches; q, out [tokens, heads, head_size]: writes `out` at its queries; sinks [heads] float32."""
+        """Attend with caches k, v [slots, kv_heads, head_size] and q [tokens, heads, head_size]; write `out`, of q's shape, at the bags' queries.
+        sinks: [heads] float32."""
         size = spec.head_size
         flat_q = q.index_select(0, self.queries).view(-1, size)  # [rows * heads, size]
         weights = self.pattern.values().zero_()  # [values]
@@ -76,7 +77,7 @@ def make_bags(queries: Int64, slots: Int64, lens: Int64, heads: int, kv_heads: i
 
 @cache
 def bags_work() -> bool:
-    """Return True if this build of torch has the sampled product on the CPU: some platforms' builds don't."""
+    """Return True if this build of torch has the sampled product on the CPU; some platforms' builds lack it."""
     try:
         pattern = _csr(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), (1, 1))
         torch.sparse.sampled_addmm(pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0, out=pattern)

@@ -1,4 +1,4 @@
-"""The `flash_attn` attention backend: the kernels of FlashAttention's packages (`flash_library.py`) over a paged cache.
+"""Attention backend `flash_attn`: kernels of FlashAttention's packages (`flash_library.py`) over a paged cache.
 
 A step's leading rows of one token are decodes, which split long contexts over the GPU; all rows after them go through the ragged call, decodes
 among them too: the core lists running requests first, so that there are few. A CUDA graph may be captured of a step of decodes alone, and
@@ -24,7 +24,7 @@ from dovetail_attention.flash_library import PAGE, Paged, Ragged, find_library, 
 
 
 class FlashAttention(AttentionBackend):
-    """Creates the layers, and owns their memory and the buffers of a step."""
+    """Creates layers, and owns their memory and the buffers of a step."""
 
     capabilities = AttentionCapabilities(
         devices=("cuda",), dtypes=("float16", "bfloat16"), head_sizes=tuple(range(8, 257, 8)), block_size_multiple=PAGE, cuda_graph="decode"
@@ -84,7 +84,7 @@ class FlashAttention(AttentionBackend):
 
 
 class FlashStep:
-    """The inputs of a step that all layers read: buffers whose addresses never change, and on the host how many rows each call serves."""
+    """Inputs of a step that all layers read: buffers with fixed addresses, and on the host the number of rows of each call."""
 
     def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, device: torch.device) -> None:
         def zeros(*shape: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ class FlashStep:
         self.slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._query_starts, self._kv_starts = zeros(max_rows + 1), zeros(max_rows + 1)
         self.decodes = 0  # rows, and tokens: the first of the step
-        self.num_tokens = 0  # that any call computes
+        self.num_tokens = 0  # computed by any call
         self.ragged: Ragged | None = None  # the rows after the decodes
         self.ragged_rows = slice(0)
 
@@ -108,13 +108,13 @@ class FlashStep:
         width = min(batch.block_table.shape[1], self.table.shape[1])
         self.table[:rows, :width].copy_(batch.block_table[:, :width])
         self.lens[:rows].copy_(batch.kv_lens)
-        self.lens[batch.num_rows : rows] = 0  # so that nobody follows the table of a padding row
+        self.lens[batch.num_rows : rows] = 0  # so that no kernel reads the table of a padding row
         self.slots[: batch.num_tokens].copy_(batch.slots[: batch.num_tokens])
         self.slots[batch.num_tokens : tokens] = waste_slot
         longer = np.flatnonzero(batch.host_query_lens[: batch.num_rows] != 1)
         self.ragged = None
         if not len(longer):
-            self.decodes = self.num_tokens = min(rows, tokens)  # padding rows too: each size has one shape
+            self.decodes = self.num_tokens = min(rows, tokens)  # including padding rows: each size has one shape
             return
         self.decodes, self.num_tokens = int(longer[0]), batch.num_tokens
         self.ragged_rows = slice(self.decodes, batch.num_rows)
@@ -130,16 +130,16 @@ class FlashStep:
 
 
 class FlashLayer(AttentionLayer):
-    """The cache of one layer."""
+    """Cache of one layer."""
 
     def __init__(self, spec: LayerSpec, backend: FlashAttention) -> None:
         self.spec, self._backend = spec, backend
         self._kv = self._k = self._v = torch.empty(0)
 
     def allocate(self, num_blocks: int) -> None:
-        self._kv = self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
+        self._kv = self._k = self._v = torch.empty(0)  # release the old memory before allocating new
         shape = (2, num_blocks + 1, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
-        # FlashAttention 3 reads slots that nobody has written, with a weight of 0: 0 times what lies there must be a number.
+        # FlashAttention 3 reads unwritten slots with a weight of 0: their content must not be NaN or infinite.
         self._kv = torch.zeros(shape, dtype=self._backend.dtype, device=self._backend.device)
         self._k, self._v = self._kv.transpose(2, 3)  # [num_blocks + 1, block_size, kv_heads, head_size] each
 

@@ -1,4 +1,4 @@
-"""FlashAttention's packages, behind the two calls that the backend `flash_attn` makes: decodes, and ragged rows of more tokens.
+"""Wrappers of FlashAttention's packages with the two calls of the backend `flash_attn`: decodes, and ragged rows with more tokens.
 
 The installed one is found by importing: builds have several distribution names, and some no metadata.
 """
@@ -15,16 +15,16 @@ import torch
 from dovetail.nn.kernels.available import is_hopper
 
 INSTALL = "pip install flash-attn --no-build-isolation"
-PAGE = 256  # tokens: FlashAttention 2 wants pages of this many, or a multiple
+PAGE = 256  # tokens: FlashAttention 2 requires pages of this size, or a multiple
 CLOSE = 1e-2
 TRIED_PAGES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A layer's cache, and some rows of a step."""
+    """A layer's cache and some rows of a step."""
 
-    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], a view with any strides, the last one 1
+    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], any strides, but the last one is 1
     v: torch.Tensor  # like k
     table: torch.Tensor  # [rows, max_blocks] int32
     lens: torch.Tensor  # [rows] int32: tokens of K and V
@@ -32,7 +32,7 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """The beginnings and ends of a call's rows. Starts are exclusive sums from 0."""
+    """Starts and ends of a call's rows. Starts are exclusive cumulative sums."""
 
     query_starts: torch.Tensor  # [rows + 1] int32
     kv_starts: torch.Tensor  # [rows + 1] int32
@@ -41,7 +41,7 @@ class Ragged:
 
 
 class FlashLibrary(ABC):
-    """`window` in both calls: how many tokens a query sees, itself included; None: all before it."""
+    """Kernels of one package. `window` in both calls: tokens that a query attends to, itself included; None: all up to itself."""
 
     module: str
 
@@ -55,7 +55,7 @@ class FlashLibrary(ABC):
 
     @abstractmethod
     def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
-        """q [rows, heads, head_size] -> the same; a row without tokens may come out as anything. No synchronisation: a graph may record it."""
+        """q [rows, heads, head_size] -> the same; rows without tokens are undefined. Doesn't synchronize: can be recorded in a CUDA graph."""
 
     @abstractmethod
     def prefill(self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None) -> torch.Tensor:
@@ -128,14 +128,15 @@ class FlashAttention3(FlashLibrary):
 
 
 def find_library(device: torch.device) -> FlashLibrary:
-    """Return the newest one installed that supports the device. Raises `ImportError` with what to install, or why an installed one doesn't work."""
+    """Return the newest installed package that supports the device. Raises `ImportError` that names what to install, or why an installed one doesn't
+    work."""
     failures = []
     for library in (FlashAttention3, FlashAttention2):
         try:
             functions = import_module(library.module)
             if library.runs_on(device):
                 return library(functions)
-            failures.append(f"{library.module} isn't made for {device}")
+            failures.append(f"{library.module} doesn't support {device}")
         except ModuleNotFoundError as error:
             if error.name != library.module:
                 failures.append(f"importing {library.module} failed: {error}")
@@ -146,7 +147,7 @@ def find_library(device: torch.device) -> FlashLibrary:
 
 
 def reason_against(library: FlashLibrary, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-    """Return why it can't serve such heads, by trying: a build without the kernels returns uninitialised memory."""
+    """Return why it can't serve such heads, by a trial: a build without the kernels returns uninitialized memory."""
     generator, tokens = torch.Generator().manual_seed(0), TRIED_PAGES * PAGE  # long enough that decodes are split
     q = torch.randn((2, 1, head_size), generator=generator).to(device, dtype)  # two queries, the row's last
     k, v = (torch.randn((TRIED_PAGES, PAGE, 1, head_size), generator=generator).to(device, dtype) for _ in range(2))

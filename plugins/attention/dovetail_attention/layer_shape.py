@@ -9,16 +9,16 @@ import torch
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError
 
-MOST_OF_LATENT = 64  # query heads that are computed together: so many sums of V's size have room in registers
+MOST_OF_LATENT = 64  # query heads computed together: that many sums of V's size fit into registers
 
 
 class LayerShape(NamedTuple):
-    """The properties of a layer on which the work of a step depends: all but its index and numbers."""
+    """Properties of a layer that determine its plan for a step: everything except its index and values."""
 
     heads: int
     kv_heads: int
     head_size: int  # of V
-    window: int | None  # how many tokens a query sees, itself included; None: all before it
+    window: int | None  # tokens that a query attends to, itself included; None: all up to itself
     sinks: bool = False
     capped: bool = False  # scores have a softcap
     latent: bool = False  # V is the first `head_size` numbers of K
@@ -26,7 +26,7 @@ class LayerShape(NamedTuple):
 
     @classmethod
     def of(cls, spec: LayerSpec) -> LayerShape:
-        """Heads of a latent layer, which share one K, are taken for several groups if they are many: each reads K by itself."""
+        """Number of groups of heads. Many heads of a latent layer, which share one K, are split into several groups, each of which reads K."""
         kv_heads = spec.kv_heads
         if spec.v_in_k:
             group = spec.heads // spec.kv_heads
@@ -49,7 +49,7 @@ class LayerShape(NamedTuple):
 
     @property
     def padded_size(self) -> int:
-        """Numbers of a head that a Triton kernel computes with: a power of two, 16 at least."""
+        """Padded head size of Triton kernels: a power of two, at least 16."""
         return max(16, _power_of_two(self.head_size))
 
 
@@ -63,10 +63,10 @@ def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
 
 
 def cache_bytes(spec: LayerSpec, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes that K and V of so many tokens take in a layer's cache."""
+    """Return the bytes of K and V of `tokens` tokens in a layer's cache."""
     return (1 if spec.v_in_k else 2) * tokens * spec.kv_heads * spec.head_size * dtype.itemsize
 
 
 def _power_of_two(least: int) -> int:
-    """The smallest power of two that is at least this."""
+    """Return the smallest power of two that is at least this."""
     return 1 << (least - 1).bit_length()

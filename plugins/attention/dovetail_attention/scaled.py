@@ -6,12 +6,12 @@ import torch
 
 from dovetail.api.attention import KVScales
 
-CACHE_DTYPES = ("float8_e4m3fn",)  # that are served besides the activations' own
+CACHE_DTYPES = ("float8_e4m3fn",)  # supported besides the activations' dtype
 ONE = KVScales(torch.ones(()), torch.ones(()))
 
 
 def stored(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what a cache of `dtype` holds of K or V: divided by `scale` [] float32, cut off at the largest number, rounded. NaN stays NaN."""
+    """Convert K or V to a cache's `dtype`: divided by `scale` [] float32, saturated, rounded. NaN stays NaN."""
     if values.dtype == dtype:
         return values
     largest = torch.finfo(dtype).max

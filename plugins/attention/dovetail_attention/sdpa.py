@@ -1,4 +1,4 @@
-"""The `torch` attention backend: PyTorch's own operations over a paged cache.
+"""Attention backend `torch`: PyTorch's own operations over a paged cache.
 
 It runs wherever torch does, with every head size, window and block size, and is the default on the CPU. `plan` sorts a ragged batch into parts,
 once for all layers: *pieces* (`pieces.py`: gather K and V through the block table, then a scaled dot product) and *bags* (`bags.py`: many decodes
@@ -24,7 +24,7 @@ from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
 
 
 class TorchAttention(AttentionBackend):
-    """Creates the layers, owns their memory, and plans steps for all of them."""
+    """Creates layers, owns their memory, and plans steps for all of them."""
 
     capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES, sinks=True, softcap=True, v_in_k=True)
 
@@ -56,7 +56,7 @@ class TorchAttention(AttentionBackend):
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         specs = [layer.spec for layer in self._layers]
         self._planner = Planner.of(specs, self.context.block_size, max_len, self.dtype, self.device)
-        self._planner.use_bags &= self.cache_dtype == self.dtype  # they multiply with the cache where it lies
+        self._planner.use_bags &= self.cache_dtype == self.dtype  # they multiply directly with the cache
 
     def plan(self, batch: AttentionBatch) -> None:
         if self._planner is None:
@@ -74,7 +74,7 @@ class TorchAttention(AttentionBackend):
 
 
 class TorchLayer(AttentionLayer):
-    """The cache of one layer, and the arithmetic over it."""
+    """Cache of one layer, and attention over it."""
 
     def __init__(self, spec: LayerSpec, backend: TorchAttention) -> None:
         self.spec = spec
@@ -86,7 +86,7 @@ class TorchLayer(AttentionLayer):
     def allocate(self, num_slots: int) -> None:
         """Caches of `num_slots` slots and the two besides. Memory that is never written is never touched: on a CPU it costs nothing yet."""
         self._own.clear()
-        self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
+        self._k = self._v = torch.empty(0)  # release the old memory before allocating new
         shape = (num_slots + 2, self.spec.kv_heads, self.spec.head_size)
         own = [torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device) for _ in range(1 if self.spec.v_in_k else 2)]
         for cache in own:
@@ -114,7 +114,7 @@ class TorchLayer(AttentionLayer):
         return out
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
-        """Copy all blocks at once: no block of `dst` may be in `src`."""
+        """Copy all blocks at once; no block of `dst` may be in `src`."""
         for cache in map(as_bytes, self._own):
             blocks = cache[:-2].view(-1, block_size, *cache.shape[1:])
             blocks.index_copy_(0, dst, blocks.index_select(0, src))

@@ -1,4 +1,4 @@
-"""The `triton` attention backend: our own kernels for paged K and V on a GPU.
+"""Attention backend `triton`: Dovetail's kernels for paged K and V on a GPU.
 
 `plan` copies a step's inputs and the host's schedule into buffers whose addresses never change; `attend` launches at most two kinds of kernel:
 rows of one query token go to `triton_decode`, the others to `triton_prefill`, or on a Hopper to `triton_prefill_hopper`, if that can serve the layer.
@@ -37,17 +37,17 @@ from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillT
 
 LOG2_E = math.log2(math.e)
 COPY_WIDTH = 2048
-MERGE_NUMBERS = 4096  # of parts of a row, that a program puts together at once
+MERGE_NUMBERS = 4096  # numbers of partial results that a program merges at once
 LEAST_M = 16  # queries of a tile for the tensor cores
-LEAST_OF_FP8 = 32  # numbers of a head: matrix units take 16 at least, and kernels read FP8 as pairs
+LEAST_OF_FP8 = 32  # minimum head size: matrix units need 16, and kernels read FP8 in pairs
 INTERPRETED_PROCESSORS = 4
 LATENT_SIZES, LATENT_RESTS = range(8, 513, 8), range(0, 129, 8)  # numbers of K that are V too, and that aren't
 LEAST_FOR_FP8 = (8, 9)  # compute capability from which Triton has the type
-LOADS_APART = "prefill with warps of their own for loading"
+LOADS_APART = "prefill with separate warps for loading"
 
 
 class TritonAttention(AttentionBackend):
-    """Creates the layers, and owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
+    """Creates layers, and owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
 
     capabilities = AttentionCapabilities(
         devices=("cuda",),
@@ -90,7 +90,7 @@ class TritonAttention(AttentionBackend):
         if (gpu := gpu_of(device)) is None:
             return []
         if not runs_kernels(device):
-            return [f"Triton runs no kernel on {gpu}: the warning before says why"]
+            return [f"Triton can't run kernels on {gpu}: see the previous warning"]
         if context.cache_dtype is not None and gpu.capability < LEAST_FOR_FP8:
             return [f"K and V in {context.cache_dtype} need compute capability {'.'.join(map(str, LEAST_FOR_FP8))} or more, this is {gpu}"]
 
@@ -100,7 +100,7 @@ class TritonAttention(AttentionBackend):
 
         if gpu.is_hopper or works(f"attention on {gpu}", check):
             return []
-        return [f"its kernels don't work on {gpu}: the warning before says why"]
+        return [f"its kernels don't work on {gpu}: see the previous warning"]
 
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
         layer = TritonLayer(spec, self)
@@ -138,7 +138,7 @@ class TritonAttention(AttentionBackend):
 
 
 class TritonLayer(AttentionLayer):
-    """The cache of one layer, and the kernels over it."""
+    """Cache of one layer, and the kernels over it."""
 
     def __init__(self, spec: LayerSpec, backend: TritonAttention) -> None:
         self.spec, self._backend = spec, backend
@@ -147,10 +147,10 @@ class TritonLayer(AttentionLayer):
         least = LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0
         self._padded_size = max(self._shape.padded_size, least)
         self._padded_rest = max(self._shape.padded_rest, least) if self._shape.rest else 0
-        self._described: list[Any] | None = None  # K and V, for the tensor memory accelerator
+        self._described: list[Any] | None = None  # descriptors of K and V for the tensor memory accelerator
 
     def allocate(self, num_blocks: int) -> None:
-        self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
+        self._k = self._v = torch.empty(0)  # release the old memory before allocating new
         shape = (num_blocks, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
         self._k = torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device)
         self._v = self._k if self.spec.v_in_k else torch.empty_like(self._k)
@@ -215,7 +215,7 @@ class TritonLayer(AttentionLayer):
 
     @property
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales of K and V; without any, tensors that kernels don't read."""
+        """Return the scales of K and V, or unused tensors without any."""
         scales = self.kv_scales
         return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.k if self.spec.v_in_k else scales.v)
 
@@ -241,12 +241,12 @@ class TritonLayer(AttentionLayer):
 
     @property
     def _scale(self) -> float:
-        """Return the number that kernels multiply scores by, before the softmax in base 2 or before tanh."""
+        """Return the multiplier of scores in kernels, before the base-2 softmax or tanh."""
         return self.spec.scale * LOG2_E if self.spec.softcap is None else self.spec.scale / self.spec.softcap
 
     @property
     def _sinks(self) -> torch.Tensor:
-        """Return the sinks; without any, a tensor that kernels don't read."""
+        """Return the sinks, or an unused tensor without any."""
         sinks = sinks_of(self)
         return self._backend.planned.slots if sinks is None else sinks
 
@@ -351,7 +351,7 @@ def _can_load_apart() -> bool:
 
 @cache
 def _loads_apart_well(shape: LayerShape, limits: Limits) -> bool:
-    """True if `triton_prefill_hopper` computes such layers correctly, or wouldn't be used for them."""
+    """Return True if `triton_prefill_hopper` computes such layers correctly, or isn't used for them."""
     tiling = limits.tilings.prefill(limits.shape_of(shape))
     if not tiling.loads_apart:
         return True
@@ -365,6 +365,6 @@ def _loads_apart_well(shape: LayerShape, limits: Limits) -> bool:
 
 
 def _heads_together(tensor: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, size], each token's numbers in one piece: a part of a wider tensor is taken as it is."""
+    """Return x [tokens, heads, size] with contiguous tokens; a slice of a wider tensor is returned unchanged."""
     _, _, size = tensor.shape
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == size else tensor.contiguous()

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Writing to the paged cache of the `triton` backend: a step's K and V to their slots, and copies of whole blocks."""
+"""Kernels that write to the paged cache of the `triton` backend: a step's K and V, and copies of whole blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scatter(
     v,
     k_cache,
     v_cache,
-    slots,  # [tokens] int64; -1: nowhere
+    slots,  # [tokens] int64; -1: not stored
     k_scale,  # [] float32
     v_scale,
     num_tokens,
@@ -33,7 +33,7 @@ def scatter(
     SCALED: tl.constexpr,  # the caches hold codes of e4m3, uint8
     LATENT: tl.constexpr,  # V is in K: there is no other
 ):
-    """N numbers of each of M tokens' K and V. The heads of a token follow each other in k and v."""
+    """Write N numbers of each of M tokens' K and V. The heads of a token are contiguous in k and v."""
     token = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
     i = tl.program_id(1) * N + tl.arange(0, N)
@@ -52,7 +52,7 @@ def scatter(
 
 @triton.jit(do_not_specialize=["count"])
 def copy_in_order(k_cache, v_cache, src, dst, count, BLOCK_STRIDE: tl.constexpr, N: tl.constexpr, LATENT: tl.constexpr):
-    """N numbers of each block, pair after pair: who copies to a place is also who reads it later, so the order holds."""
+    """Copy N numbers of each block, pair after pair: the program that writes a place also reads it later, which preserves the order."""
     i = tl.program_id(0) * N + tl.arange(0, N)
     mask = i < BLOCK_STRIDE
     for pair in range(count):
@@ -63,4 +63,4 @@ def copy_in_order(k_cache, v_cache, src, dst, count, BLOCK_STRIDE: tl.constexpr,
         if not LATENT:
             v = tl.load(v_cache + source, mask=mask)
             tl.store(v_cache + target, v, mask=mask)
-        tl.debug_barrier()  # the threads of a program may share out loads and stores differently
+        tl.debug_barrier()  # loads and stores may be distributed differently over threads

@@ -15,7 +15,7 @@ import triton.language as tl
 from dovetail.nn.kernels.dependent_launch import fetch, let_next_begin, wait
 from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen, sinks_seen, to_multiply
 
-LINE = tl.constexpr(128)  # bytes of a line of memory
+LINE = tl.constexpr(128)  # bytes per memory line
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _rest(q, head, real, Q_HEAD_STRIDE: tl.constexpr, D: tl.constexpr, REST: tl.
 
 @triton.jit
 def _segment(segments, index, last):
-    """Read the record of a segment."""
+    """Load the record of a segment."""
     record, exists = segments + index * 5, index < last
     row = tl.load(record, mask=exists, other=0)
     token = tl.load(record + 1, mask=exists, other=0).to(tl.int64)
@@ -201,7 +201,7 @@ def _joined(acc, top, total, values, lse):
 
 @triton.jit
 def _put_together(
-    out,  # of the token
+    out,  # of one token
     partial,
     partial_lse,
     arrived,
@@ -229,7 +229,7 @@ def _put_together(
     apart = 1  # slots, from one part to the next
     unfinished = True
     while unfinished:
-        tl.debug_barrier()  # all threads have stored, before one of them tells so
+        tl.debug_barrier()  # all threads must have stored before one signals
         group = part // TOGETHER
         slot = first + group * TOGETHER * apart
         size = tl.minimum(count - group * TOGETHER, TOGETHER)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Prefill and chunks of prefills: rows of several query tokens, over paged K and V, the row's own included.
+"""Prefill and chunks of prefills: rows with several query tokens over paged K and V, including the row's own.
 
 The queries of a row and the heads of a group are one flat list, query by query, so that a tile of M reads each K and V once for a whole group,
 whatever the group's size. The tiles of a step are listed by `triton_schedule.prefill_tiles`.
@@ -48,10 +48,10 @@ def prefill_tiles(
     SCALED: tl.constexpr,  # K and V are FP8
     SINKS: tl.constexpr,
     CAPPED: tl.constexpr,
-    SPARSE: tl.constexpr,  # some programs have nothing to do
+    SPARSE: tl.constexpr,  # some programs are idle
     RECORD: tl.constexpr,
 ):
-    """One tile of one kv head: first the keys at the window's left edge, then those that all its queries see, then the diagonal."""
+    """Compute one tile of one kv head: first the keys at the window's left edge, then those visible to all its queries, then the diagonal."""
     kv_head = tl.program_id(0)
     record = tiles + tl.program_id(1) * RECORD
     row = tl.load(record)

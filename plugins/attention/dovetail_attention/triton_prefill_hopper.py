@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import debug_barrier  # of all threads of a program; Gluon's own has another name from Triton 3.7 on
+from triton.language import debug_barrier  # barrier of a program; Gluon's own is renamed in Triton 3.7
 
 from dovetail.api.attention import KVScales
 from dovetail.errors import DovetailError
@@ -41,7 +41,7 @@ from dovetail_attention.triton_tuning import PrefillTiling
 CLOSE = 2e-2  # of numbers of about 1/5
 HALF = gl.constexpr(64)
 ATOM = gl.constexpr(8)  # rows of a panel after which its layout in shared memory repeats
-HIDDEN = gl.constexpr(-1.0e30)  # the score of a key that a query doesn't see
+HIDDEN = gl.constexpr(-1.0e30)  # score of a key that a query doesn't attend to
 COMPUTING_REGISTERS = gl.constexpr(240)  # of a thread
 LOADING_REGISTERS = gl.constexpr(24)
 COMPUTING_BESIDE_WIDENING = gl.constexpr(232)
@@ -227,7 +227,7 @@ def _compute(
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):
-    """Half a tile, over some of its keys or all."""
+    """Compute half a tile, over some or all of its keys."""
     scale, v_factor = scales
     part, count, first_slot, partial, partial_lse, arrived = parts
     first_token, queries, kv_len = row
@@ -292,7 +292,7 @@ def _compute(
         apart: gl.constexpr = HEADS // GROUP * 2  # slots of halves, from one part to the next
         first = first_slot * apart + kv_head * 2 + half
         _store_part(partial, partial_lse, first + part * apart, left, right, top + gl.log2(total), D, PANELS)
-        debug_barrier()  # all threads have stored, before one of them tells so
+        debug_barrier()  # all threads must have stored before one signals
         ends_last = gl.atomic_add(arrived + first, 1, sem="acq_rel") == count - 1
         if ends_last:
             gl.store(arrived + first, 0)
@@ -309,7 +309,7 @@ def _compute(
 
 @gluon.jit
 def _scores(q_tile, k, half: gl.constexpr, stage, layout: gl.constexpr, PANELS: gl.constexpr, N: gl.constexpr):
-    """Begins q k [HALF, N]."""
+    """Start q k [HALF, N]."""
     scores = gl.zeros([HALF, N], gl.float32, layout=layout)
     for panel in gl.static_range(PANELS):
         keys = k.index(stage * PANELS + panel).permute((1, 0))
@@ -319,7 +319,7 @@ def _scores(q_tile, k, half: gl.constexpr, stage, layout: gl.constexpr, PANELS: 
 
 @gluon.jit
 def _add(p, v, stage, left, right, PANELS: gl.constexpr):
-    """Begins to add p v to the panels of the output."""
+    """Start adding p v to the panels of the output."""
     left = warpgroup_mma(p, v.index(stage * PANELS), left, is_async=True)
     if PANELS == 2:
         right = warpgroup_mma(p, v.index(stage * PANELS + 1), right, is_async=True)
@@ -328,7 +328,7 @@ def _add(p, v, stage, left, right, PANELS: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, top, total, scale):
-    """Weights of a step's keys, with the running maximum and sum; and by what all from before shrinks."""
+    """Return the weights of a step's keys, the running maximum and sum, and the factor for earlier sums."""
     new_top = gl.maximum(top, gl.max(scores, 1) * scale)
     weights = gl.exp2(scores * scale - gl.expand_dims(new_top, 1))
     shrink = gl.exp2(top - new_top)
@@ -365,7 +365,7 @@ def _store_part(partial, partial_lse, slot, left, right, lse, D: gl.constexpr, P
 
 @gluon.jit
 def _merge(partial, partial_lse, first, apart: gl.constexpr, count, layout: gl.constexpr, D: gl.constexpr, PANELS: gl.constexpr):
-    """The half tile that comes in so many parts, put together."""
+    """Merge the parts of a half tile."""
     d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
     top = gl.full([HALF], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
     total = gl.zeros([HALF], gl.float32, layout=gl.SliceLayout(1, layout))
@@ -418,7 +418,7 @@ def attend(
         parts.values,
         parts.lse,
         parts.arrived,
-        *((table, table) if scales is None else (scales.k, scales.v)),  # without any, what nobody reads
+        *((table, table) if scales is None else (scales.k, scales.v)),  # unused without scales
         table if sinks is None else sinks,
         scale,
         Q_TOKEN_STRIDE=q.stride(0),
@@ -451,7 +451,7 @@ def check(shape: LayerShape, limits: Limits, tiling: PrefillTiling) -> None:
     k_factor, v_factor = (1.0, 1.0) if scales is None else (0.5, 0.25)
     k, v = k.to(limits.cache_dtype), v.to(limits.cache_dtype)
     for cache_of in (k, v):
-        as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(cache_of.new_tensor(torch.nan))  # what nobody has written
+        as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(cache_of.new_tensor(torch.nan))  # unwritten
     rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
     tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
     parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)

@@ -1,4 +1,4 @@
-"""Schedules: the work of each program of the `triton` kernels, computed on the host in numpy once per step and read by the kernels as int32 records.
+"""Schedules: work of each program of the `triton` kernels, computed on the host in numpy once per step and read by the kernels as int32 records.
 
 Each step has a new schedule, but the sizes of all tables are fixed at creation: a CUDA graph replays the same grids over them.
 """
@@ -14,7 +14,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 BOUNDS = 5  # numbers
-BEGINNING_KEYS = 64  # what beginning a segment costs besides, in keys
+BEGINNING_KEYS = 64  # additional cost of starting a segment, in keys
 TILE_NUMBERS = 10
 LEAST_STEPS = 4  # of a part of a prefill's tile: with fewer, putting it together costs more than it saves
 # Of a share, if there are too few for all: putting a row together again costs more than what finer shares save.
@@ -24,7 +24,7 @@ LEAST_KEYS_OF_HALF = 32  # while no more than half of the shares have any
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a batch, padding left out: first query token in the batch, number of queries, and tokens to see. [n] each."""
+    """Rows of a batch without padding: first query token in the batch, number of queries, and tokens to attend to. [n] each."""
 
     index: Int64  # of the row, in the batch
     tokens: Int64
@@ -73,7 +73,7 @@ class OwnSteps:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Tables of an earlier step, and what they were made of."""
+    """Tables of an earlier step, and their inputs."""
 
     made_of: tuple[object, ...]
     buffer: Int32
@@ -94,7 +94,7 @@ class DecodeTables:
 
     @property
     def slots(self) -> int:
-        """The most that there can be: one a segment."""
+        """Upper bound: one per segment."""
         return self.max_rows + self.shares
 
     @property
@@ -147,7 +147,7 @@ class DecodeTables:
         return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
 
     def _worth_having(self, keys: int) -> int:
-        """Shares that so many keys, of all rows together, are cut into."""
+        """Return the number of shares for `keys` keys over all rows."""
         finest = max(min(keys // LEAST_KEYS_OF_HALF, self.shares // 2), keys // LEAST_KEYS)
         return max(1, min(self.shares, finest))
 
@@ -194,7 +194,7 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
     ends = np.cumsum(counts)
     back = np.repeat(ends, counts) - 1 - np.arange(len(which))  # the place in its row
     queries, lens = rows.queries[which], rows.lens[which]
-    seen = lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1  # by the last query
+    seen = lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1  # of the last query
     records = np.empty((len(which), TILE_NUMBERS), np.int32)
     for column, values in enumerate((rows.index[which], rows.tokens[which], queries, lens, back * tile, 0, seen, 0, 1, 0)):
         records[:, column] = values

@@ -1,6 +1,6 @@
-"""The inputs and schedules of a step that the layers of the `triton` backend read, in buffers whose addresses never change.
+"""Inputs and schedules of a step for the layers of the `triton` backend, in buffers with fixed addresses.
 
-All of it is made by `prepare` and filled by `plan`; the kernels find it on the device, the launches know on the host how many programs they need.
+`prepare` allocates them and `plan` fills them; kernels read them on the device, launches read the number of programs on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEVELS = 3  # groups of parts, groups of these, …: no row is cut into more tha
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes that `prepare` makes room for, and the device."""
+    """Maximum sizes, from `prepare`, and the device."""
 
     rows: int
     tokens: int
@@ -37,7 +37,7 @@ class Limits:
     tilings: Tilings
 
     def shape_of(self, layer: LayerShape) -> Shape:
-        """A step as far as tilings are chosen by it."""
+        """Return the properties of a step that determine tilings."""
         return Shape.of(layer, self.dtype, self.cache_dtype, self.block_size)
 
     @property
@@ -47,7 +47,7 @@ class Limits:
 
 
 class StepBuffers:
-    """A step's inputs, and a schedule for each kind of layer."""
+    """Inputs of a step, and a schedule for each kind of layer."""
 
     def __init__(self, limits: Limits, shapes: set[LayerShape]) -> None:
         self.limits = limits
@@ -110,9 +110,9 @@ class Schedule:
         self.decodes = 0  # rows of one query, padding included
         self.prefix = Prefix()
         self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
-        self.mixed_graph = False  # what is launched must do for any step of as many tokens
+        self.mixed_graph = False  # launches must serve any step with the same number of tokens
         self.num_tiles = 0  # programs of prefills a kv head; in a mixed graph some have nothing to do
-        self.zero_from: int | None = None  # padding tokens that no kernel turns to zeros
+        self.zero_from: int | None = None  # padding tokens that no kernel zeroes
 
     @property
     def prefix_queries(self) -> int:

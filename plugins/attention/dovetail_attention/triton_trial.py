@@ -1,4 +1,4 @@
-"""Tests the kernels of the `triton` backend on a GPU where they weren't measured, before an engine uses them: called by `reasons_against`.
+"""Tests the kernels of the `triton` backend on an untested GPU before an engine uses them; called by `reasons_against`.
 
 Both this backend and the plain one are given the same two steps: prompts, two of which begin alike; then a decode of these two, beside a chunk.
 """
@@ -23,7 +23,7 @@ SCALES = (0.01, 0.02)  # of K and V in a cache of a smaller dtype
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The queries of each row, the tokens that it sees, and the blocks that rows begin with alike."""
+    """Queries of each row, its tokens, and the number of shared leading blocks."""
 
     queries: tuple[int, ...]
     lens: tuple[int, ...]
@@ -31,7 +31,7 @@ class Step:
 
 
 def check(backend: type[AttentionBackend], context: AttentionContext, spec: LayerSpec) -> None:
-    """Raise unless such layers compute what plain torch does; any exception counts."""
+    """Raise unless such layers compute the same as plain torch; any exception counts."""
     ours, plain = (_attended(kind(NoOptions(), context), spec) for kind in (backend, TorchAttention))
     if not torch.allclose(ours, plain, atol=CLOSE):
         raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes wrong numbers")

@@ -1,4 +1,4 @@
-"""The tile sizes of the `triton` kernels for each shape: tables, measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
+"""Tile sizes of the `triton` kernels by shape: tables measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
 
 Other GPUs have less shared memory, and older ones no matrix units that Triton uses. They get the first tilings of the same tables that they have room
 for, which `bench.compiles` compiles for each of them: none was measured there.
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import torch
 
 REGISTERS = 65_536  # of a multiprocessor
-RESERVED_BYTES = 1024  # of shared memory, that CUDA takes for itself, a program
-SPARE_BYTES = 1536  # of shared memory: sums that warps tell each other, barriers
-PARTS = 4  # of a multiprocessor, which warps are dealt out to
+RESERVED_BYTES = 1024  # of shared memory reserved by CUDA, per program
+SPARE_BYTES = 1536  # of shared memory: exchange between warps, barriers
+PARTS = 4  # of a multiprocessor that warps are distributed over
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a layer on which the choice of a tiling may depend."""
+    """Sizes of a layer that may determine its tiling."""
 
     group: int  # query heads that share a kv head
     head_size: int  # padded to a power of two
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def bytes_per_key(self) -> int:
-        """The bytes of a token's K and V, for one head."""
+        """Bytes of a token's K and V for one head."""
         numbers = 2 * self.head_size if self.rest is None else self.head_size + self.rest
         return numbers * (self.cache_itemsize or self.itemsize)
 
@@ -68,11 +68,11 @@ class DecodeTiling:
 
     @property
     def registers(self) -> int:
-        """The registers that a thread may have, so that all programs fit."""
+        """Maximum registers per thread with which all programs fit."""
         return min(255, REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
     def shared_bytes(self, shape: Shape) -> int:
-        """The most shared memory that a program takes: K and V of each stage."""
+        """Upper bound of a program's shared memory: K and V of each stage."""
         return self.stages * self.keys * shape.bytes_per_key + SPARE_BYTES
 
 
@@ -95,7 +95,7 @@ class PrefillTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tilings:
-    """The choices for one kind of device."""
+    """Tilings for one kind of device."""
 
     decode: Callable[[Shape], DecodeTiling]
     prefill: Callable[[Shape], PrefillTiling]
@@ -162,7 +162,7 @@ def _hopper_decode(shape: Shape) -> DecodeTiling:
 
 
 def _cuda_prefill(shape: Shape, shared_bytes: int | None = None) -> PrefillTiling:
-    """The first that has room in so much shared memory, if that is said."""
+    """Return the first that fits into `shared_bytes` of shared memory, if given."""
     if shape.rest is None:
         row = next(row for (itemsize, most), row in _PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
     else:
