@@ -1,4 +1,4 @@
-"""Choosing the attention backend that serves a model: a worker does so once, before it reads any weights."""
+"""Chooses the attention backend for a model. A worker does so once, before it reads any weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dovetail.errors import PluginError, UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class ChosenAttention:
-    """A backend that can serve the model, and its qualified name."""
+    """A backend for the model, and its qualified name."""
 
     name: str
     backend: AttentionBackend
@@ -20,10 +20,10 @@ class ChosenAttention:
 def choose_attention(
     candidates: tuple[ComponentRef, ...], specs: list[LayerSpec], device: str, dtype: str, block_size: int | None, cache_dtype: str | None = None
 ) -> ChosenAttention:
-    """Make the first of `candidates` with no reason against serving these layers on `device` ("cpu", "cuda:0") in `dtype` ("bfloat16"). A backend
-    may try out its kernels for that. `cache_dtype`: of K and V in the cache, if not `dtype`.
+    """Construct the first of `candidates` that can serve these layers on `device` ("cpu", "cuda:0") in `dtype` ("bfloat16"). Backends may test
+    their kernels for that. `cache_dtype`: of the KV cache, if not `dtype`.
 
-    `block_size` None: as each candidate likes it. Raises `UnsupportedError` with every reason of each if none will do.
+    `block_size` None: each candidate's default. Raises `UnsupportedError` with all reasons of all candidates if none fits.
     """
     refused = []
     for target in candidates:

@@ -1,10 +1,10 @@
-"""A `Batch` and its `Masks` as 32-bit words, for sending them to other ranks: numbers are copied as they are, with no Python object for each.
+"""Serializes a `Batch` and its `Masks` as 32-bit words for other ranks: numbers are copied directly, without a Python object for each.
 
-The sampling parameters of rows that begin are pickled together: they are of many kinds, and a row begins once.
+Sampling parameters of new rows are pickled together: they have many types, and a row starts only once.
 
-    step (two words), shared blocks, 1 if it is late, then how many of each
+    step (two words), shared blocks, 1 if late, then the number of each
     removed | new_block_rows | new_blocks | copies (src, dst, …) | rows | num_tokens | yields_token
-    for each of `added`: row, prompt_len, computed; how many tokens and blocks, and bytes of its id
+    for each of `added`: row, prompt_len, computed; number of tokens, of blocks, and of bytes of its id
     all tokens | all blocks | all ids | sampling, pickled
 """
 
@@ -26,7 +26,7 @@ _HEAD, _NEW = 10, 6  # words
 
 
 def to_words(batch: Batch) -> list[Words]:
-    """Return arrays that lie one after the other in the message."""
+    """Return the arrays of the message, in order."""
     lens = (len(batch.removed), len(batch.new_blocks), len(batch.copies), len(batch.rows), len(batch.added))
     body = [batch.removed, batch.new_block_rows, batch.new_blocks]
     if batch.copies:
@@ -38,12 +38,12 @@ def to_words(batch: Batch) -> list[Words]:
         body += _added_words(batch.added)
         body.append(_bytes_words(sampling))
     head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, *lens, len(sampling)], np.int32)
-    head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may live for more steps than 32 bits can count
+    head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may run more steps than 32 bits can count
     return [head, *body]
 
 
 def from_words(words: Words) -> Batch:
-    """Return the batch of a message. Its arrays are views of `words`."""
+    """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
     shared, late, removed, new_blocks, copies, rows, added, sampling = words[2:_HEAD].tolist()
     reader = _Reader(words, _HEAD)
@@ -60,18 +60,18 @@ def from_words(words: Words) -> Batch:
 
 
 def masks_to_words(masks: Masks) -> list[Words]:
-    """Return arrays as `to_words` does: how many masks, their indices, their words."""
+    """Return arrays like `to_words`: number of masks, their indices, their words."""
     return [np.array([len(masks.indices)], np.int32), masks.indices, masks.words.reshape(-1).view(np.int32)]
 
 
 def masks_from_words(words: Words) -> Masks:
-    """Return the masks of a message. Its arrays are views of `words`."""
+    """Decode masks. Their arrays are views of `words`."""
     count = int(words[0])
     return Masks(words[1 : 1 + count], words[1 + count :].view(np.uint32).reshape(count, -1 if count else 0))
 
 
 class _Reader:
-    """Takes arrays off a message, one after the other."""
+    """Reads arrays from a message in order."""
 
     def __init__(self, words: Words, at: int) -> None:
         self._words, self._at = words, at

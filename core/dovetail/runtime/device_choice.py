@@ -1,4 +1,4 @@
-"""Choosing the device that an executor's option names, and naming it for people."""
+"""Resolves an executor's device option, and describes devices for humans."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dovetail.errors import ConfigError, UnsupportedError
 
 
 def choose_device(name: str, option: str) -> torch.device:
-    """Return the device that `name` means: "auto" (a CUDA device if there is one, else the CPU), "cpu", "cuda" or "cuda:N". A CUDA device has its
-    index, and becomes the current one of this thread.
+    """Return the device `name`: "auto" (a CUDA device if available, otherwise the CPU), "cpu", "cuda" or "cuda:N". A CUDA device includes its
+    index, and becomes this thread's current device.
 
-    `option` is the key of `engine.yaml` that errors name: "executor.device". Raises `ConfigError` if `name` is no device's, `UnsupportedError` if it
-    isn't there.
+    `option`: key of `engine.yaml` for errors, such as "executor.device". Raises `ConfigError` if `name` isn't a device, `UnsupportedError` if it
+    doesn't exist.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,7 @@ def choose_device(name: str, option: str) -> torch.device:
 
 
 def describe_device(device: torch.device) -> str:
-    """Return its name for people: "cpu (8 threads)", "cuda:0 (NVIDIA H200)"."""
+    """Describe a device: "cpu (8 threads)", "cuda:0 (NVIDIA H200)"."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"cpu ({torch.get_num_threads()} threads)"

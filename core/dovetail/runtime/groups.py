@@ -1,9 +1,9 @@
-"""Groups of ranks that are processes, over `torch.distributed`: gloo between CPUs, NCCL between GPUs. The parallel layers of `dovetail.nn` sum and
-gather through one, inside CUDA graphs too. An executor of several ranks makes one in each of its processes.
+"""Groups of rank processes over `torch.distributed`: gloo between CPUs, NCCL between GPUs. The parallel layers of `dovetail.nn` reduce and gather
+through a group, also within CUDA graphs. An executor with several ranks creates one in each process.
 
-torch's default group isn't used, so that several engines, and programs with a group of their own, can be in one process.
+torch's default group isn't used, so that several engines, and programs with their own group, can share a process.
 
-Between GPUs of a host most sums go through memory that all of them can read (`rank_shares`), and NCCL has the rest.
+Between GPUs of a host most sums go through memory that all of them can read (`rank_shares`); the rest goes through NCCL.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from dovetail.runtime.rank_shares import RankShares, make_rank_shares
 
 log = logging.getLogger("dovetail")
 
-JOIN_S = 60.0  # that ranks may take to connect to each other, once all of them are about to
+JOIN_S = 60.0  # for ranks to connect to each other, once all are ready to
 POLL_S = 0.002
-ABORT_S = 5.0  # that NCCL gets to let go of its memory
+ABORT_S = 5.0  # for NCCL to release its memory
 LOOPBACK = "127.0.0.1"
-ENVIRONMENT = {  # of all ranks, unless it says otherwise already
+ENVIRONMENT = {  # of all ranks, unless set already
     "NCCL_NVLS_ENABLE": "0",  # no multicast, here …
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # … and there
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # it would end the engine's own process; the executor watches the ranks
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # would end the engine's own process; the executor watches the ranks
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise
 }
 
 
 class TorchGroup:
-    """One rank of a group of processes, a `dovetail.api.model.ParallelGroup`. It joins the others by `join`, or else by the first sum that is asked
-    for, so that a rank may load its weights while others are still starting.
+    """One rank of a group of processes, a `dovetail.api.model.ParallelGroup`. It joins the others in `join`, or in its first collective, so that a
+    rank may load its weights while others are still starting.
 
-    While kernels are only compiled ahead nothing is sent: what they compute is undefined anyway, and a rank may break off.
+    While kernels are only compiled ahead of time nothing is sent: results are undefined anyway, and a rank may abort.
     """
 
     def __init__(
@@ -64,22 +64,21 @@ class TorchGroup:
         store_fd: int | None = None,
         address: str = LOOPBACK,
     ) -> None:
-        """`name` is the group's own on this host. `store` is where the ranks find each other, the same for all: a file that is empty at first, or
-        "tcp://HOST:PORT", where rank 0 listens with the socket `store_fd`. `address` is that at which the other ranks reach this host, between
-        CPUs. `timeout_s` is how long a sum may wait for the others on a CPU; on a GPU it is the executor's business to break off. `before_join`
-        is called right before this rank joins, and by rank 0 again and again while it waits for the others to: it may raise what they died
-        of."""
+        """`name`: unique on this host. `store`: rendezvous, the same for all ranks: an initially empty file, or "tcp://HOST:PORT", where rank 0
+        listens with the socket `store_fd`. `address` is that at which the other ranks reach this host, between CPUs. `timeout_s`: timeout of
+        collectives on CPUs; on GPUs the executor has to abort them. `before_join`: called right before this rank joins, and by rank 0 repeatedly
+        while it waits for the others; it may raise the error that they died of."""
         self.rank, self.size, self.device = rank, size, device
-        self.failure: BaseException | None = None  # the error of the first sum that failed
+        self.failure: BaseException | None = None  # error of the first failed collective
         self._shares: RankShares | None = None
-        self.why_not_symmetric = "the ranks are on CPUs" if device.type == "cpu" else "it wasn't asked for"
+        self.why_not_symmetric = "the ranks are on CPUs" if device.type == "cpu" else "it wasn't requested"
         self._name, self._store, self._timeout_s, self._before_join = name, store, timeout_s, before_join
         self._store_fd, self._address = store_fd, address
         self._group: dist.ProcessGroup | None = None
         self._backend: Any = None
         self._aborting: threading.Thread | None = None
         self._ended = False
-        self._connections: set[tuple[int, str]] = set()  # that joining has made; a lost host doesn't end them
+        self._connections: set[tuple[int, str]] = set()  # made by joining; losing a host doesn't end them
         self._synchronous = dist.AllreduceOptions()
         self._synchronous.asyncOp = False
 
@@ -90,11 +89,11 @@ class TorchGroup:
 
     @property
     def _over_hosts(self) -> bool:
-        """Return whether connections of gloo lead to other hosts. A dead process of this one has the kernel end them."""
+        """Return whether gloo has connections to other hosts. Those of a dead local process are closed by the kernel."""
         return self.device.type == "cpu" and "://" in self._store
 
     def __str__(self) -> str:
-        """The ways that sums take, for people."""
+        """Description of how sums are computed."""
         if self._shares is None:
             return self.transport
         fused = self._shares.numbers * self._shares.dtype.itemsize
@@ -104,13 +103,13 @@ class TorchGroup:
 
     @property
     def shares(self) -> RankShares | None:
-        """The memory that the ranks share: connected, unless kernels are only compiled. Raises as `join` does."""
+        """Memory shared by the ranks: connected, unless kernels are only compiled. Raises like `join`."""
         if self._shares is not None and not is_compiling_ahead():
             self.join()
         return self._shares
 
     def join(self) -> None:
-        """Connect to the other ranks, if that hasn't been done. Raises `DovetailError` if they don't come in time, `RuntimeError` after `abort`."""
+        """Connect to the other ranks, unless done already. Raises `DovetailError` if they don't join in time, `RuntimeError` after `abort`."""
         if self._group is not None:
             return
         if self._ended:
@@ -121,7 +120,7 @@ class TorchGroup:
         if self.rank == 0:
             self._wait_for_others(store)
         store.set(_presence(self.rank), "")
-        while not store.check([_presence(0)]):  # it may have to load and compile for longer than connecting may take
+        while not store.check([_presence(0)]):  # rank 0 may load and compile for longer than the timeout
             time.sleep(POLL_S)
         before = _sockets() if self._over_hosts else set()
         try:
@@ -145,11 +144,11 @@ class TorchGroup:
         if has_triton():
             try:
                 self._shares = make_rank_shares(share_numbers, part_numbers, dtype, self.device, self.rank, self.size)
-            except (ImportError, RuntimeError, NotImplementedError) as error:  # ImportError: torch for a system that hasn't got it
+            except (ImportError, RuntimeError, NotImplementedError) as error:  # ImportError: a build of torch without it
                 self.why_not_symmetric = _in_short(error)
 
     def _connect(self, store: Store) -> None:
-        """Make the group, and have the ranks find each other's memory."""
+        """Create the group, and exchange the addresses of the ranks' memory."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
         group = dist.ProcessGroup(store, self.rank, self.size)
@@ -160,14 +159,14 @@ class TorchGroup:
         self._backend = backend
         if not self._agree(group, self._shares is not None) or self._shares is None:
             if self._shares is not None:
-                self.why_not_symmetric = "another rank can't have it"
+                self.why_not_symmetric = "another rank can't allocate it"
             self._shares = None
         else:
             self._connect_shares(group, self._shares)
         self._group = group
 
     def _connect_shares(self, group: dist.ProcessGroup, shares: RankShares) -> None:
-        """All ranks have memory, which none uses yet."""
+        """Connect the ranks' memory, which none uses yet."""
         _register_process_group(group.group_name, group)  # torch finds it by its name
         acts: list[Callable[[], None]] = [partial(rank_shares.connect, shares, group), partial(rank_shares.check, shares, self.device)]
         for act in acts:
@@ -177,19 +176,19 @@ class TorchGroup:
             except (RuntimeError, NotImplementedError, KernelUnavailable) as error:
                 why = _in_short(error)
             if not self._agree(group, not why):
-                self._shares, self.why_not_symmetric = None, why or "another rank can't have it"
+                self._shares, self.why_not_symmetric = None, why or "another rank can't allocate it"
                 return
 
     def _agree(self, group: dist.ProcessGroup, fine: bool) -> bool:
-        """Return whether all ranks are fine, once all have said whether they are."""
+        """Return True if all ranks report success; waits for all of them."""
         votes = torch.tensor([fine], dtype=torch.float32, device=self.device)
         if (work := group.allreduce([votes], self._synchronous)) is not None:
             work.wait()
         return int(votes.item()) == self.size
 
     def _while_others_live(self, act: Callable[[], None]) -> None:
-        """Call `act` in a thread and wait for it, but not in vain: some of torch's calls wait for another rank for ever, and nothing can end them.
-        Raises what it raises, or what `before_join` says that a rank died of."""
+        """Call `act` in a thread and wait for it, unless a rank dies: some of torch's calls wait for another rank forever, and can't be
+        interrupted. Raises its error, or that of `before_join`."""
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -207,7 +206,7 @@ class TorchGroup:
             raise errors[0]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum x over the ranks, in place, and return it. Raises what the transport raises."""
+        """Sum x over the ranks in place and return it. Raises errors of the transport."""
         shares = self.shares
         if x.numel() == 0 or (shares is not None and shares.all_reduce(x)) or is_compiling_ahead():
             return x
@@ -215,7 +214,7 @@ class TorchGroup:
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenate the ranks' tensors along `dim`, in the order of ranks. Raises what the transport raises."""
+        """Concatenate the ranks' tensors along `dim`, in the order of ranks. Raises errors of the transport."""
         shares, last = self.shares, dim in (-1, x.dim() - 1)
         if shares is not None and last and (whole := shares.all_gather(x)) is not None:
             return whole
@@ -228,8 +227,8 @@ class TorchGroup:
         return torch.cat(gathered.unbind(), dim=dim)
 
     def abort(self) -> None:
-        """End what waits for other ranks, from any thread, as they will not come: kernels return, and gloo's connections to other hosts end. What is
-        computed then is undefined, and whatever is asked for from now on raises `RuntimeError`. Idempotent. Waits for nothing, and raises nothing.
+        """Abort everything that waits for other ranks, from any thread: kernels return, and gloo's connections to other hosts are closed. Their
+        results are undefined, and later calls raise `RuntimeError`. Idempotent. Doesn't block or raise.
         """
         if self._shares is not None:
             self._shares.release()
@@ -240,19 +239,19 @@ class TorchGroup:
             self._aborting.start()
         for number, _ in self._connections & _sockets() if self._connections else ():
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                connection.getpeername()  # raises for the one that listens, which gloo can't do without
+                connection.getpeername()  # raises for the listening socket, which gloo needs
                 connection.shutdown(socket.SHUT_RDWR)
         if self.failure is not None:  # which may be kept for long, and with it its frames, and with them the connections
             traceback.clear_frames(self.failure.__traceback__)
 
     def close(self) -> None:
-        """Abort, and let go of all memory, which no kernel uses any more and no CUDA graph: waits for NCCL, but no longer than `ABORT_S`."""
+        """Abort, and release all memory, which no kernel or CUDA graph may use any more. Waits up to `ABORT_S` for NCCL."""
         self.abort()
         self._shares = None
         if self._aborting is not None:
             self._aborting.join(ABORT_S)
             if self._aborting.is_alive():
-                log.error("NCCL hasn't let go of its memory after %g s; it does when this process ends", ABORT_S)
+                log.error("NCCL hasn't released its memory after %g s; this process will on exit", ABORT_S)
 
     def _abort(self, backend: Any) -> None:
         """NCCL's kernels return at once. The call returns when no CUDA graph is left in which some are recorded."""
@@ -285,11 +284,11 @@ class TorchGroup:
         limit = timedelta(seconds=JOIN_S)
         if self.rank > 0:
             return TCPStore(host, int(port), self.size, False, limit, wait_for_workers=False)
-        listening = None if self._store_fd is None else os.dup(self._store_fd)  # the store closes it
+        listening = None if self._store_fd is None else os.dup(self._store_fd)  # the store closes its own
         return TCPStore(host, int(port), self.size, True, limit, wait_for_workers=False, master_listen_fd=listening)
 
     def _wait_for_others(self, store: Store) -> None:
-        """Wait until every other rank has left word in the store. So this rank isn't held in a call that nothing can end, should one die."""
+        """Wait until every other rank has registered in the store, so that this rank doesn't block in an uninterruptible call if one dies."""
         until = time.monotonic() + JOIN_S
         while missing := [rank for rank in range(1, self.size) if not store.check([_presence(rank)])]:
             self._before_join()
@@ -317,12 +316,12 @@ def _in_short(error: Exception) -> str:
 
 
 def _presence(rank: int) -> str:
-    """The key of the store that says that a rank has come."""
+    """Key of the store that registers a rank."""
     return f"rank {rank} is here"
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """The sockets that this process has open: numbers and names."""
+    """Return the open sockets of this process: (number, name)."""
     found = set()
     with suppress(OSError):  # a system without this folder
         for number in os.listdir("/proc/self/fd"):

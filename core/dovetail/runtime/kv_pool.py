@@ -1,4 +1,4 @@
-"""The layout of a model's K and V in blocks, and the number of blocks in the pool."""
+"""Layout of a model's K and V in blocks, and the number of blocks in the pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARE_OF_LENGTH = 4  # … and no more than every row needs at one part in so ma
 
 
 def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], block_size: int, dtype: str) -> KVLayout:
-    """Group the layers by how far back they look. `block_size` is in tokens, `dtype` the cache's, a name ("bfloat16")."""
+    """Group the layers by their window. `block_size`: in tokens. `dtype`: of the cache, a name ("bfloat16")."""
     windows = dict.fromkeys(spec.window for spec in specs)
     groups = []
     for window in windows:
@@ -36,11 +36,11 @@ def pool_blocks(
     profile: Callable[[], int],
     ranks: int = 1,
 ) -> int:
-    """Return the number of blocks in the pool on `device`, each rank's own if there are several, which on CPUs share the memory. `num_blocks` (an
-    executor's option of this name) and then `kv_cache_memory` decide if given. Else, on a GPU: what is left of `gpu_memory_utilization` when
-    `profile` (which runs the biggest step and tells its peak, in bytes) is through. On a CPU: see the shares above.
+    """Return the number of blocks in the pool on `device`, per rank; ranks on CPUs share the memory. `num_blocks` (the executor's option) and then
+    `kv_cache_memory` take precedence. Otherwise, on a GPU: the rest of `gpu_memory_utilization` after `profile` (which runs the largest step and
+    returns its peak in bytes). On a CPU: see the shares above.
 
-    Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, telling what was asked, what there is and what to change.
+    Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, with the requested and available sizes and a remedy.
     """
     needed = -(-max_model_len // layout.block_size)
     if num_blocks is not None:

@@ -21,19 +21,19 @@ from dovetail.errors import ModelLoadError
 from dovetail.runtime.weights import tensors_named
 
 LARGEST = 448.0  # of e4m3
-ROOM = 2.0  # times the largest number seen may come, at least; what is lost, below the largest seen / 2**13, hardly counts in any sum
+ROOM = 2.0  # headroom over the largest number seen; values lost below the largest / 2**13 hardly matter in any sum
 
 # As compressed-tensors and vLLM, ModelOpt, and AutoFP8 name them: one number for both, or one each.
 _NAME = re.compile(r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<of>k|v|kv)_scale$")
 
 
 def is_kv_scale(name: str) -> bool:
-    """True if a checkpoint's tensor of this name scales K or V of a layer."""
+    """Return True if a checkpoint's tensor of this name scales K or V of a layer."""
     return _NAME.search(name) is not None
 
 
 class CacheScales:
-    """The scales of all layers of one rank: ones, until they are read or calibrated."""
+    """Scales of all layers of one rank: ones, until they are read or calibrated."""
 
     def __init__(self, device: torch.device, *, calibrate: bool = False) -> None:
         self._device, self._calibrate = device, calibrate
@@ -43,7 +43,7 @@ class CacheScales:
         self.source = "calibrated on the first prompts" if calibrate else "1"
 
     def wrap(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> Callable[[LayerSpec], AttentionLayer]:
-        """Give each layer that is made its scales."""
+        """Set the scales of each new layer."""
 
         def make(spec: LayerSpec) -> AttentionLayer:
             layer = make_layer(spec)
@@ -75,7 +75,7 @@ class CacheScales:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Set each layer's scales by the K and V that it writes next, which mustn't be replayed from a graph."""
+        """Set each layer's scales from the K and V that it writes next, which must not be replayed from a graph."""
         self._running = True
         try:
             yield
@@ -88,7 +88,7 @@ class CacheScales:
 
 
 class _CalibratedLayer(AttentionLayer):
-    """A layer whose scales are set by what it writes while `calibrating`."""
+    """A layer whose scales are set from the values that it writes while `calibrating`."""
 
     def __init__(self, layer: AttentionLayer, scales: KVScales, owner: CacheScales) -> None:
         self.spec, self.kv_scales, self._layer, self._scales, self._owner = layer.spec, layer.kv_scales, layer, scales, owner

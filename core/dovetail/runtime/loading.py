@@ -1,4 +1,4 @@
-"""Loading a model directory into a module with its weights. An executor calls it once for each rank."""
+"""Loads a model directory into a module with its weights. Executors call it once per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoadedModel(NamedTuple):
     dtype: torch.dtype
     max_model_len: int  # tokens
     vocab_size: int
-    quantization: str  # how its linear layers are stored, in words; "none" if plainly
+    quantization: str  # description of the weight format of its linear layers; "none" if plain
 
 
 def load_model(
@@ -39,8 +39,8 @@ def load_model(
 ) -> LoadedModel:
     """Build the architecture that serves this directory and load its weights (random ones for `load_format: dummy`).
 
-    Raises `ModelLoadError` when files can't be used, `UnsupportedError` when no architecture in `models` can serve the config, or none of
-    `quantizations` its weights, and `ConfigError` when `config.quantization` is another than the checkpoint's.
+    Raises `ModelLoadError` for unusable files, `UnsupportedError` if no architecture in `models` can serve the config, or none of `quantizations`
+    its weights, and `ConfigError` if `config.quantization` contradicts the checkpoint's.
     """
     arch, hf_config = find_architecture(model_dir, models)
     quantization = choose_quantization(config.quantization, stored_as(model_dir), quantizations, model_dir)

@@ -1,5 +1,5 @@
-"""This module finds out what a machine offers to ranks: `python -m dovetail.runtime.machine` prints it as JSON. `dovetail plugins doctor` calls that,
-since importing torch takes long and a driver may hang."""
+"""Detects a machine's features for ranks: `python -m dovetail.runtime.machine` prints them as JSON. `dovetail plugins doctor` runs it in a
+subprocess, since importing torch takes long and a driver may hang."""
 
 from __future__ import annotations
 

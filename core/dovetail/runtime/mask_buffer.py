@@ -1,6 +1,6 @@
-"""`MaskBuffer`: the way of a step's token masks from the grammars, which fill memory of the host, to the device, where sampling reads them.
+"""`MaskBuffer`: transfers a step's token masks from the grammars, which fill host memory, to the device, where sampling reads them.
 
-They are megabytes for a large batch. So they are written straight to memory that the device can read by itself, and copied beside the model's work.
+They take megabytes for a large batch. So they are written directly to pinned memory, and copied while the model runs.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import Masks
 
-SLOTS = 2  # the copy of one step may be under way while the next is filled
+SLOTS = 2  # one step may be copied while the next is filled
 
 
 class MaskBuffer:
-    """Room for `most` masks. `words` keeps its address, for graphs to read."""
+    """Buffer of `most` masks. `words` keeps its address, for graphs to read."""
 
     def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
         self._width = -(-vocab_size // 32)
         self._most, self._device = most, device
         self.words = torch.zeros((most, self._width), dtype=torch.int32, device=device)  # [most, ceil(vocab / 32)]
-        self._slots: list[torch.Tensor] = []  # of the host, as large; made when the first is asked for
+        self._slots: list[torch.Tensor] = []  # in host memory, of the same size; allocated on first use
         self._copied: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._next = 0
 
     def to_fill(self, count: int) -> NDArray[np.uint32]:
-        """Return memory [count, ceil(vocab / 32)] of undefined content for the masks of the next `send`. It is used again after `SLOTS` of them."""
+        """Return uninitialized memory [count, ceil(vocab / 32)] for the masks of the next `send`. It is reused after `SLOTS` sends."""
         on_gpu = self._device.type == "cuda"
         if not self._slots:
             self._slots = [torch.zeros(self.words.shape, dtype=torch.int32, pin_memory=on_gpu) for _ in range(SLOTS)]
@@ -40,13 +40,13 @@ class MaskBuffer:
         return self._slots[self._next][:count].numpy().view(np.uint32)
 
     def send(self, masks: Masks) -> None:
-        """Enqueue the copy of `masks` to the first lines of `words`. What is enqueued afterwards reads them; what was before has read the old ones.
-        It runs beside the model, which was enqueued before and doesn't read them."""
+        """Enqueue the copy of `masks` to the first rows of `words`. Later work on the stream reads them; earlier work has read the old ones. The
+        copy overlaps with the model, which was enqueued before and doesn't read them."""
         count = len(masks.words)
         if not count:
             return
         slot = self._slots[self._next] if self._slots else None
-        if slot is None or masks.words.ctypes.data != slot.data_ptr():  # from elsewhere
+        if slot is None or masks.words.ctypes.data != slot.data_ptr():  # in other memory
             self.to_fill(count)[:] = masks.words
             slot = self._slots[self._next]
         if self._stream is None:
@@ -59,7 +59,7 @@ class MaskBuffer:
 
 
 def lines_of(masks: Masks, yields_token: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return, for each row of a batch that yields a token, its line in the words of `masks`, or -1."""
+    """Return, for each row of a batch that yields a token, its row in the words of `masks`, or -1."""
     lines = np.full(len(yields_token), -1, np.int64)
     lines[masks.indices] = np.arange(len(masks.indices))
     return lines[yields_token]

@@ -1,4 +1,4 @@
-"""The memory that is available for K and V."""
+"""Memory available for K and V."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def available_ram_bytes() -> int:
-    """Return the memory that this process may still take without swapping: the machine's, or its container's where that is less."""
+    """Return the memory that this process can still allocate without swapping: the machine's, or its container's if that is less."""
     return min(_machine_available(), _cgroup_available())
 
 
@@ -21,11 +21,11 @@ def _machine_available() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # no such file: some other Unix, which doesn't tell
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # no such file: another Unix, without this information
 
 
 def _cgroup_available() -> int:
-    """Return the free memory of a container with a limit (cgroup v2); without one, more than any machine has."""
+    """Return the free memory of a container with a limit (cgroup v2); without a limit, a huge value."""
     try:
         limit, used = (_CGROUP / "memory.max").read_text().strip(), (_CGROUP / "memory.current").read_text()
         return max(0, int(limit) - int(used))

@@ -1,4 +1,4 @@
-"""Reading a model directory: its Hugging Face config, who serves it, and what it says of dtype and length. Code in a checkpoint is never run."""
+"""Reads a model directory: its Hugging Face config, architecture, dtype and length. Code in a checkpoint is never run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ log = logging.getLogger("dovetail")
 
 Ref = TypeVar("Ref", ComponentRef, QuantizationRef)
 
-ANY = "*"  # among the `architectures` of a model that serves whatever no other does
-BUILT_IN = "dovetail:"  # how the full names of built-ins begin
+ANY = "*"  # in `architectures` of a model that serves all others
+BUILT_IN = "dovetail:"  # prefix of the full names of built-ins
 
-_SAME_AS_TEXT = {"qwen3_vl_text": "qwen3"}  # text models -> those that compute the same for text: the three positions of a token are equal there
+_SAME_AS_TEXT = {"qwen3_vl_text": "qwen3"}  # text models -> equivalent models for text, where the three positions of a token are equal
 
-_INSTEAD_OF_A_CONFIG = {  # files of directories that aren't models in transformers' layout
+_INSTEAD_OF_A_CONFIG = {  # files that indicate other layouts than transformers'
     "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, with config.json",
     "adapter_config.json": "this is an adapter (LoRA), not a model; merge it into its base model with PEFT's merge_and_unload, and serve that",
 }
-_BESIDE_A_CONFIG = {  # files of models that aren't served
+_BESIDE_A_CONFIG = {  # files that indicate unsupported models
     "hf_quant_config.json": "weights quantized by ModelOpt aren't served; see docs/quantization.md",
     "modules.json": "this is an embedding model of sentence-transformers, and embeddings aren't served yet",
 }
@@ -47,7 +47,7 @@ class FoundArchitecture(NamedTuple):
 
 
 def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> FoundArchitecture:
-    """Return the one of `models` whose `architectures` hold the config's, or else one that serves any; of several, the built-in.
+    """Return the one of `models` whose `architectures` include the config's, otherwise one that serves any; of several, the built-in.
 
     Raises `ModelLoadError` if the config can't be read, `UnsupportedError` if none serves it, if several do and none is built in, or if the one that
     does has reasons against it."""
@@ -75,7 +75,7 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
 
 
 def _text_of(config: Any, model_dir: str | Path) -> Any:
-    """Return the config of the text model, where a checkpoint has a vision model as well. Raises `UnsupportedError` if it can't be served alone."""
+    """Return the config of the text model if the checkpoint also has a vision model. Raises `UnsupportedError` if it can't be served by itself."""
     text = config.get_text_config(decoder=True)
     if text is config or getattr(config, "is_encoder_decoder", False):
         return config
@@ -90,18 +90,18 @@ def _text_of(config: Any, model_dir: str | Path) -> Any:
     if name is None:
         raise UnsupportedError(f"{model_dir}: the text model of {config.model_type}, {text.model_type}, can't be served by itself")
     text.architectures = [name]
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)  # which holds for the head that both have
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)  # applies to the shared head
     log.info("%s: only the text model of %s is served, as %s", model_dir, config.model_type, name)
     return text
 
 
 def built_ins_first(refs: Sequence[Ref]) -> Sequence[Ref]:
-    """Return the built-ins among `refs`, which offer the same, or all if none is built in: installing a plugin never takes a built-in away."""
+    """Return the built-ins among equivalent `refs`, or all if there are none: installing a plugin never replaces a built-in."""
     return [ref for ref in refs if ref.name.startswith(BUILT_IN)] or refs
 
 
 def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a directory's config; None if its weights are plain. Raises `ModelLoadError` where it can't be read."""
+    """Return the `quantization_config` of a directory's config; None if its weights are plain. Raises `ModelLoadError` if it is malformed."""
     path = Path(model_dir) / "config.json"
     return _stored_as(path, read_json_object(path))
 
@@ -114,7 +114,7 @@ def _stored_as(path: Path, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _reasons_against(arch: ModelArch, config: Any, path: Path) -> list[str]:
-    """Raises `ModelLoadError` where a value is of a kind that the model can't even look at."""
+    """Call the model's checks. Raises `ModelLoadError` if a value has a type that they can't handle."""
     try:
         reasons = list(arch.reasons_against(config))
         if not reasons:
@@ -139,7 +139,7 @@ def read_config(model_dir: str | Path) -> Any:
     for key, value in raw.items():
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ModelLoadError(f"{path}: {key}: {value} is more than any size can be")
-    _stored_as(path, raw)  # transformers reads it too, and wouldn't name it
+    _stored_as(path, raw)  # transformers reads it, too, but wouldn't name the file
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
 
@@ -148,12 +148,12 @@ def read_config(model_dir: str | Path) -> Any:
         raise ModelLoadError(f"{path}: transformers {version} knows no model_type {shown(raw['model_type'])}{own_code}")
     try:
         return AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its own checks raise
+    except Exception as error:  # transformers raises any exception
         raise ModelLoadError(f"{path}: {_first_lines(error)}") from error
 
 
 def _refuse(directory: Path, files: Mapping[str, str]) -> None:
-    """Raise `UnsupportedError` if the directory has one of `files`, which map a name to what is wrong with it."""
+    """Raise `UnsupportedError` if the directory has one of `files`, a map from name to explanation."""
     for name, what in files.items():
         if (directory / name).is_file():
             raise UnsupportedError(f"{directory / name}: {what}")
@@ -190,7 +190,7 @@ def _warn_once(message: str) -> None:
 
 
 def model_length(config: Any) -> int:
-    """Tokens of the longest sequence that the model is made for. YaRN stretches the length that it was trained for by its factor."""
+    """Return the model's maximum sequence length in tokens. YaRN multiplies the trained length by its factor."""
     length = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn":
@@ -199,7 +199,7 @@ def model_length(config: Any) -> int:
 
 
 def resolve_max_model_len(asked: int | None, config: Any) -> int:
-    """`asked`, or the model's own length. Raises `UnsupportedError` when more is asked than the model can."""
+    """Return `asked`, or the model's own length. Raises `UnsupportedError` if `asked` is longer."""
     own = model_length(config)
     if asked is None:
         return own

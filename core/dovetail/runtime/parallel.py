@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SingleGroup:
-    """A group of one: there is nobody to talk to."""
+    """Group of a single rank: all collectives are no-ops."""
 
     rank: int = 0
     size: int = 1

@@ -1,4 +1,4 @@
-"""Measuring the GPU memory that an engine takes beside its KV pool, by running the largest possible step."""
+"""Measures the GPU memory of an engine besides its KV pool, by running the largest possible step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dovetail.runtime.runner import Runner
 
 
 def peak_bytes(runner: Runner, max_tokens: int) -> int:
-    """Run the biggest step of at most `max_tokens`, and return the GPU memory that all but the KV pool takes at its peak, in bytes.
+    """Run the largest step of at most `max_tokens`, and return the peak GPU memory without the KV pool, in bytes.
 
-    The pool is there, and has one block, which every row writes to. The rows are empty, before and after.
+    The pool has one block, which all rows write to. Rows are empty before and after.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
@@ -28,7 +28,7 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
 
 
 def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
-    """Return a step of as many rows, and as many tokens, as one may have: all new, all sampling."""
+    """Return the largest possible step: maximum rows and tokens, all new, all sampling."""
     num_rows = min(rows.max_rows, max_tokens)
     count = min(max_tokens // num_rows, rows.max_len)
     tokens, blocks = np.zeros(count, np.int32), np.zeros(-(-count // rows.block_size), np.int32)
@@ -38,7 +38,7 @@ def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
 
 
 def empty_batch(**changes: object) -> Batch:
-    """Return a step in which nothing happens but `changes`, which are fields of `Batch`."""
+    """Return an empty step with `changes`, fields of `Batch`."""
     nothing = np.zeros(0, np.int32)
     fields: dict[str, object] = {
         "step": -1,

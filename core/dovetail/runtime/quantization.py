@@ -1,4 +1,4 @@
-"""The quantization of a model: which one a checkpoint and `engine.yaml` ask for, and the memory that linear layers get for it."""
+"""Quantization of a model: selects it from the checkpoint and `engine.yaml`, and allocates the weights of linear layers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _quantizing(asked: str, installed: Sequence[QuantizationRef]) -> Quantizatio
 
 
 def _made(ref: QuantizationRef, said: Mapping[str, Any] | None) -> Quantization:
-    """Import a quantization and make it; it may be anybody's."""
+    """Import and construct a quantization, possibly a third party's."""
     try:
         made = ref.load()(said)
     except DovetailError:
@@ -78,7 +78,7 @@ def _named(name: str, installed: Sequence[QuantizationRef], error: type[Dovetail
 
 
 def _format_of(quantization: Quantization, modules: Sequence[str]) -> WeightFormat:
-    """Return the format of a layer, as a quantization says, which may be anybody's. Raises `UnsupportedError` where it says none."""
+    """Return a layer's format from a quantization, possibly a third party's. Raises `UnsupportedError` if it returns none."""
     try:
         form = quantization.format_of(modules)
     except DovetailError:

@@ -1,8 +1,8 @@
-"""Memory of GPUs that all ranks of a host can read, through which they sum and gather (`dovetail.nn.kernels.rank_sums`): a small sum costs one kernel
-instead of NCCL's protocol. It is torch's symmetric memory; its kernels are ours, since torch's wait for ever for a rank that is dead.
+"""GPU memory that all ranks of a host can read, for collectives in a single kernel (`dovetail.nn.kernels.rank_sums`): faster than NCCL's protocol
+for small sums. It is torch's symmetric memory with our own kernels, since torch's wait forever for a dead rank.
 
     ┌─────────┬─────────┬──────────┬───────┐
-    │ share 0 │ share 1 │ exchange │ flags │    on each rank; each part has flags of its own
+    │ share 0 │ share 1 │ exchange │ flags │    on each rank; each part has its own flags
     └─────────┴─────────┴──────────┴───────┘
 
 Sums that are added to a residual stream use two places for shares in turn, so that a rank need not wait until the others have read its share. What a
@@ -11,7 +11,7 @@ there, which it says after all its kernels before have ended, those that read in
 ranks make the same sums in the same order, and between what is recorded at different times lies an exchange, which waits for everybody: the
 embedding's, at the start of each step.
 
-All other sums, and what is gathered, are exchanges: each rank writes its part, and at the end waits until all have read it.
+All other collectives are exchanges: each rank writes its part, and finally waits until all have read it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 PLACES = 2
 MOST_BYTES = 256 << 20  # of a share
 MOST_EXCHANGED = 64 << 20  # bytes of a part
-MOST_BYTES_OF_MANY = 512 << 10  # of a sum's share or part, with more than two ranks: every rank reads all of them
-ALIGNED_BYTES = 512  # at which each part of the memory begins
+MOST_BYTES_OF_MANY = 512 << 10  # of a share or part with more than two ranks, since every rank reads all of them
+ALIGNED_BYTES = 512  # alignment of the parts of the memory
 EXCHANGED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,25 +48,25 @@ class RankShares:
         self._places = [buffer[place * share_bytes :][:share_bytes].view(dtype) for place in range(PLACES)]
         self._parts = buffer[PLACES * share_bytes : flags[0]]
         self._offsets = torch.tensor([0, share_bytes, PLACES * share_bytes, *flags], dtype=torch.int64)
-        self._tables = torch.zeros((len(self._offsets), size), dtype=torch.int64, device=buffer.device)  # addresses on each rank
+        self._tables = torch.zeros((len(self._offsets), size), dtype=torch.int64, device=buffer.device)  # addresses by rank
         *places, parts, first, second, arrived, read = self._tables.unbind()
         self._addresses = list(zip(places, (first, second), strict=True))
         self._exchange = Exchange(parts, arrived, read, released, rank)
         self._next = 0
-        self._given = 0  # the place that was given last
+        self._given = 0  # the place returned last
 
     @property
     def most_exchanged(self) -> int:
-        """Bytes of the largest part."""
+        """Maximum size of a part in bytes."""
         return len(self._parts)
 
     def connect(self, starts: Sequence[int]) -> None:
-        """From now on use the ranks' buffers that begin at these addresses."""
+        """Use the ranks' buffers at these addresses from now on."""
         self._next = 0  # compiling may have ended earlier on another rank
         self._tables.copy_(self._offsets[:, None] + torch.tensor(starts, dtype=torch.int64))
 
     def release(self) -> None:
-        """Let kernels return that wait for another rank, now and from now on. What they compute is undefined. Waits for nothing."""
+        """Let kernels that wait for another rank return, now and in the future, with undefined results. Doesn't block."""
         self._released.fill_(1)
 
     def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -115,12 +115,12 @@ class RankShares:
         return x.dtype in EXCHANGED and 0 < x.nbytes <= len(self._parts) and x.dim() > 0
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the next exchange, like x."""
+        """Return this rank's part of the next exchange, in x's shape and dtype."""
         return self._parts[: x.nbytes].view(x.dtype).view(x.shape)
 
 
 def buffer_bytes(size: int, share_bytes: int, part_bytes: int) -> int:
-    """Return the size of a buffer for shares and parts of so many bytes, which are multiples of `ALIGNED_BYTES`."""
+    """Return the size of a buffer for shares and parts of these sizes, which are multiples of `ALIGNED_BYTES`."""
     from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS
 
     return PLACES * share_bytes + part_bytes + (PLACES + 2) * MOST_PROGRAMS * size * 4
@@ -149,7 +149,7 @@ def connect(shares: RankShares, group: dist.ProcessGroup) -> None:
 
 
 def check(shares: RankShares, device: torch.device) -> None:
-    """Raise `RuntimeError` unless sums and a gathering, by all ranks at once, come out right."""
+    """Raise `RuntimeError` unless sums and a gather over all ranks give correct results."""
     total = shares.size * (shares.size + 1) // 2
     right = []
     for _ in range(PLACES):
@@ -163,7 +163,7 @@ def check(shares: RankShares, device: torch.device) -> None:
     right.append(gathered is not None and gathered.view(3, shares.size, 128).mean((0, 2)).tolist() == [*range(1, shares.size + 1)])
     right.append(shares.all_reduce(mine) and bool((mine == total).all()))
     if not all(right):
-        raise RuntimeError("a sum through memory that the GPUs share came out wrong")
+        raise RuntimeError("a sum through memory shared by the GPUs was wrong")
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The state that an executor keeps of each row between steps: tokens, lengths, block table. A step sends only what changed.
+"""State of each row between steps: tokens, lengths, block table. A step sends only changes.
 
 The tokens and tables live on the device, because the next step is planned before the host knows the ids that this one samples. Lengths need no
 ids to be known, so the host counts them itself, in numpy, and never has to ask the device.
@@ -17,20 +17,20 @@ from dovetail.nn.kernels.launch import ALIGNMENT
 from dovetail.runtime.transfer import all_to_device
 
 Int64 = NDArray[np.int64]
-Change = tuple[Int64, NDArray[np.int32]]  # where numbers go in the memory of all rows, and they
+Change = tuple[Int64, NDArray[np.int32]]  # indices in the memory of all rows, and values
 
 ALIGNED = ALIGNMENT // 4  # numbers
-MOST_UNSENT = 64  # steps whose blocks wait to be sent
+MOST_UNSENT = 64  # maximum number of steps with unsent blocks
 
 
 class RowState:
-    """`max_rows` rows of at most `max_len` tokens, in blocks of `block_size`. Device tensors keep their addresses for ever."""
+    """`max_rows` rows of at most `max_len` tokens, in blocks of `block_size`. Device tensors have fixed addresses."""
 
     def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
         self.max_rows, self.max_len, self.block_size, self.device = max_rows, max_len, block_size, device
         self.max_blocks = -(-max_len // block_size)
-        self.row_width = max_len + 1  # so that a row at its end may sample once more, into a place that is never read
-        # One row more than are given out, which belongs to nobody: the padding of CUDA graphs. All is one piece of memory, for one copy to change.
+        self.row_width = max_len + 1  # so that a row at its end may sample once more, into an unused place
+        # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates it.
         count = max_rows + 1
         sizes = [-(-numbers // ALIGNED) * ALIGNED for numbers in (count, count, count * self.row_width, count * self.max_blocks)]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -40,15 +40,15 @@ class RowState:
         self.token_ids = token_ids[: count * self.row_width].view(count, self.row_width)
         self._block_table = block_table[: count * self.max_blocks].view(count, self.max_blocks)
         self._prompt_lens_at, self._token_ids_at, self._block_table_at = np.cumsum(sizes[:3]).tolist()
-        # The host's own copies: of the tables, and counts in int64
+        # Host copies of the tables, and counts in int64
         self.host_blocks = np.zeros((max_rows, self.max_blocks), np.int32)  # equals block_table
-        self._unsent: list[Int64] = []  # indices into it, flat, that the device hasn't been told of
+        self._unsent: list[Int64] = []  # flat indices into it that haven't been sent to the device
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
-        self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
+        self.computed = np.zeros(max_rows, np.int64)  # tokens with K and V computed or enqueued
         self.num_blocks = np.zeros(max_rows, np.int64)
-        self.logprobs = np.full(max_rows, -1, np.int64)  # alternatives asked for, a sampled token; -1: none
-        self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # the same, a token of the prompt
-        self.request_ids = [""] * max_rows  # a new list where it changes: a step in flight keeps its own
+        self.logprobs = np.full(max_rows, -1, np.int64)  # requested alternatives per sampled token; -1: none
+        self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # likewise per prompt token
+        self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 
     @property
     def history(self) -> RowHistory:
@@ -56,13 +56,13 @@ class RowState:
 
     @property
     def block_table(self) -> torch.Tensor:
-        """[max_rows + 1, max_blocks] int32. Blocks that came are sent when this is asked for: many steps bring a small table of their own."""
+        """[max_rows + 1, max_blocks] int32. New blocks are sent on access, since many steps send a small table of their own."""
         if self._unsent:
             self._send([])
         return self._block_table
 
     def update(self, batch: Batch) -> None:
-        """Rows that are given up, that begin, and blocks that are appended. Raises `DovetailError` if they don't fit."""
+        """Apply removed rows, added rows and new blocks. Raises `DovetailError` if they don't fit."""
         self._check_added(batch.added)
         if len(batch.removed):
             self.known[batch.removed] = self.computed[batch.removed] = self.num_blocks[batch.removed] = 0
@@ -73,7 +73,7 @@ class RowState:
             self._send(changes)
 
     def check(self, batch: Batch) -> None:
-        """Raise `DovetailError` naming a request whose tokens or blocks don't suffice for what the batch wants computed."""
+        """Raise `DovetailError` that names a request with too few tokens or blocks for the batch."""
         ends = self.computed[batch.rows] + batch.num_tokens
         wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > self.num_blocks[batch.rows] * self.block_size)
         wrong |= (ends > self.max_len) | (batch.yields_token & (ends != self.known[batch.rows]))
@@ -91,11 +91,11 @@ class RowState:
         return blocks * self.block_size + positions % self.block_size
 
     def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
-        """Note that `num_tokens` more tokens of each row are computed."""
+        """Record that `num_tokens` more tokens of each row are computed."""
         self.computed[rows] += num_tokens
 
     def append(self, token_ids: torch.Tensor, rows: torch.Tensor, host_rows: Int64) -> None:
-        """One sampled token a row, [n] int64 on the device, becomes its next known one. `host_rows` are the same rows."""
+        """Append one sampled token to each row, [n] int64 on the device. `host_rows`: the same rows."""
         known = self.known[host_rows]
         indices, grown = all_to_device([host_rows * self.row_width + known, (known + 1).astype(np.int32)], self.device)
         self.token_ids.view(-1).index_copy_(0, indices, token_ids.to(torch.int32))
@@ -131,7 +131,7 @@ class RowState:
         ]
 
     def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:
-        order = np.argsort(rows, kind="stable")  # a row's blocks together, in their order
+        order = np.argsort(rows, kind="stable")  # group by row, keeping order
         rows = rows[order]
         columns = self.num_blocks[rows] + counts_within(rows)
         if (columns >= self.max_blocks).any():
@@ -142,9 +142,9 @@ class RowState:
         self._unsent.append(rows * self.max_blocks + columns)
 
     def _send(self, changes: list[Change]) -> None:
-        """These, and blocks that weren't sent."""
+        """Return these changes plus unsent blocks."""
         if self._unsent:
-            indices = np.concatenate(self._unsent)  # some twice, if a row was given up and begun again meanwhile: with the same number
+            indices = np.concatenate(self._unsent)  # may contain duplicates, if a row was reused meanwhile, with the same value
             changes = [*changes, (self._block_table_at + indices, self.host_blocks.reshape(-1)[indices])]
             self._unsent = []
         where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))

@@ -1,6 +1,6 @@
-"""One step on one device: `Runner` turns a `Batch` into the flat inputs of a model, runs it, samples, and brings the results to the host.
+"""One step on one device: `Runner` turns a `Batch` into the flat inputs of a model, runs it, samples, and copies the results to the host.
 
-`submit` only enqueues; whatever must wait for the device waits in `collect`. On a CPU there is nothing to wait for: `submit` computes.
+`submit` only enqueues; waiting for the device happens in `collect`. On a CPU `submit` computes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
 
-LOGITS_AT_ONCE = 1 << 24  # numbers: prompt logprobs are computed in slices of so many
-SHARING_WORTH = 4096  # tokens of K and V not read: with fewer, reading together costs more than it saves
+LOGITS_AT_ONCE = 1 << 24  # numbers per slice in which prompt logprobs are computed
+SHARING_WORTH = 4096  # tokens of K and V saved; with fewer, sharing costs more than it saves
 
 
 @dataclass(slots=True)
 class LogprobsCopy:
-    """`TopLogprobs`, in one or more slices, on their way to the host."""
+    """`TopLogprobs`, in one or more slices, being copied to the host."""
 
     slices: list[tuple[HostCopy, HostCopy, HostCopy]] = field(default_factory=list)
 
@@ -51,12 +51,12 @@ class LogprobsCopy:
 
 
 class DeviceSpan:
-    """A span of a GPU's queue, timed by the GPU: from where this is made to where it is closed."""
+    """Span of a GPU's queue, timed by the GPU, from its creation to `close`."""
 
     __slots__ = ("_begin", "_end", "_stream")
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)  # asked for once: that takes the host longer than recording does
+        self._stream = torch.cuda.current_stream(device)  # looked up once: that takes longer than recording
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._begin.record(self._stream)
 
@@ -74,29 +74,31 @@ class DeviceSpan:
 
     @property
     def seconds(self) -> float:
-        """The span's seconds on the GPU, once the device has passed its end."""
+        """Return the span's seconds on the GPU, once the device has passed its end."""
         return float(self._begin.elapsed_time(self._end)) / 1000
 
 
 @dataclass(slots=True)
 class PendingStep:
-    """A submitted step: what was asked, and what is on its way to the host."""
+    """A submitted step: its request, and results being copied to the host."""
 
     step: int
     rows: NDArray[np.int32]  # [b]
-    request_ids: list[str]  # of each row there is: by the time of `collect` it may be another's
+    request_ids: list[str]  # of all rows: by `collect` a row may have another request
     yields_token: NDArray[np.bool_]  # [b]
     started: float  # when submitted, in seconds on the engine's clock
-    refused: dict[int, str] = field(default_factory=dict)  # of the step's new rows, those that the sampler refused, and why
+    refused: dict[int, str] = field(default_factory=dict)  # the step's new rows that the sampler rejected -> reason
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
     logprobs: LogprobsCopy | None = None
-    replayed: SampledCopy | None = None  # all three, of a step whose sampling was replayed
-    masked: NDArray[np.int64] | None = None  # [n] of the rows that sample: their lines in the masks, or -1; None: no row is masked
-    asked_logprobs: int = -1  # the most alternatives that a row of such a step asks for; -1: none asks for logprobs
+    replayed: SampledCopy | None = None  # all three, if sampling was replayed
+    masked: NDArray[np.int64] | None = None  # [n] of the rows that sample: their rows in the masks, or -1; None: no row is masked
+    asked_logprobs: int = -1  # largest number of alternatives requested in such a step; -1: no logprobs
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
-    unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and where the rows' last are
-    ended: float | None = None  # when it had been computed, where `submit` knows
+    unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = (
+        None  # of a late batch before `sample`: hidden states, and the indices of the rows' last ones
+    )
+    ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
 
     @property
@@ -105,7 +107,7 @@ class PendingStep:
         return self.span is None or self.span.passed
 
     def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the token ids of the n rows that sample, and whether they are broken."""
+        """Return the token ids of the n rows that sample, and whether their states are NaN."""
         if self.replayed is not None:
             token_ids, broken = self.replayed.tokens(n)
             return token_ids, broken
@@ -114,30 +116,30 @@ class PendingStep:
         return self.token_ids.value, self.broken.value
 
     def outcome_logprobs(self, n: int) -> HostLogprobs | None:
-        """The same rows', if one of them asks."""
+        """Return the log-probabilities of the same rows, if any requests them."""
         if self.replayed is not None and self.asked_logprobs >= 0:
             return self.replayed.logprobs(n, self.asked_logprobs)
         return self.logprobs.value() if self.logprobs else None
 
 
 class Runner:
-    """Model, attention, sampler and rows of one device. Everything it is made with is ready to run; it allocates nothing lasting itself."""
+    """Model, attention, sampler and rows of one device. Its arguments are ready to run; it has no lasting allocations itself."""
 
     def __init__(self, model: torch.nn.Module, backend: AttentionBackend, sampler: Sampler, rows: RowState, clock: Clock, vocab_size: int) -> None:
         self.model: Any = model  # a CausalLM
         self.backend, self.sampler, self.rows, self.clock = backend, sampler, rows, clock
         self.device = rows.device
-        self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
+        self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions with logits computed at once
         self._pending: deque[PendingStep] = deque()
-        self._refused: dict[int, str] = {}  # rows of collected steps that the sampler refused, and why: their requests have ended
-        self.graphs: DecodeGraphs | None = None  # put there once captured, as are the next two
+        self._refused: dict[int, str] = {}  # rows of collected steps that the sampler rejected -> reason: their requests have ended
+        self.graphs: DecodeGraphs | None = None  # set once captured, like the next two
         self.masks = MaskBuffer(rows.max_rows, vocab_size, rows.device)
         self.mixed_graphs: MixedGraphs | None = None
         self.sampling_graphs: SamplingGraphs | None = None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
-        """Enqueue a step; of a late one, the model alone. Raises `DovetailError` if it doesn't fit what the rows hold."""
+        """Enqueue a step; for a late one, only the model. Raises `DovetailError` if it doesn't match the rows' state."""
         started = self.clock.now()
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
@@ -164,7 +166,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, pending: PendingStep, masks: Masks) -> None:
-        """Enqueue the sampling of a late step. Raises `DovetailError` if it isn't the only one in flight, or has been sampled."""
+        """Enqueue the sampling of a late step. Raises `DovetailError` if it isn't the only step in flight, or has been sampled."""
         if pending.unsampled is None or [*self._pending] != [pending]:
             raise DovetailError(f"step {pending.step} can't be sampled: it must be late, sampled once, and the only one in flight")
         hidden, last_indices = pending.unsampled
@@ -177,7 +179,7 @@ class Runner:
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
-        """Launch what is submitted kernel by kernel."""
+        """Launch the step kernel by kernel."""
         graphs = self.graphs, self.mixed_graphs, self.sampling_graphs
         self.graphs = self.mixed_graphs = self.sampling_graphs = None
         try:
@@ -186,14 +188,14 @@ class Runner:
             self.graphs, self.mixed_graphs, self.sampling_graphs = graphs
 
     def _close(self, pending: PendingStep) -> None:
-        """All of the step is enqueued; on a CPU, computed."""
+        """Finish submitting: the whole step is enqueued; on a CPU, computed."""
         if pending.span is not None:
             pending.span.close()
         else:
             pending.ended = self.clock.now()
 
     def collect(self, pending: PendingStep) -> Result:
-        """Wait for the oldest step that was submitted. Raises `DovetailError` if this is another."""
+        """Wait for the oldest submitted step. Raises `DovetailError` if `pending` is another one."""
         if not self._pending or self._pending[0] is not pending:
             oldest = f"step {self._pending[0].step} is the oldest" if self._pending else "none is in flight"
             raise DovetailError(f"step {pending.step} was collected, but {oldest}")
@@ -218,7 +220,7 @@ class Runner:
         )
 
     def _wait(self, pending: PendingStep) -> tuple[float, float]:
-        """Wait until the step is computed. Returns when it began and ended."""
+        """Wait until the step is computed. Returns its start and end times."""
         if pending.ended is not None or pending.span is None:
             return pending.started, pending.ended or pending.started
         pending.span.wait()
@@ -247,16 +249,16 @@ class Runner:
         """Hidden states [tokens, hidden]; with `wanted`, indices of tokens, theirs alone: [n, hidden], n at least 1."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
-            wanted = np.array([len(token_ids) - 1])  # no row samples; models are promised a token
+            wanted = np.array([len(token_ids) - 1])  # no row samples, but models require at least one token
         hidden: torch.Tensor = self.model(token_ids, inputs.positions, None if wanted is None else to_device(wanted, self.device))
         return hidden
 
     def _is_plain_decode(self, batch: Batch) -> bool:
-        """True if every row computes one token and samples it, so that a graph can replay the step if one serves what the rows ask of the sampler."""
+        """Return True if every row computes one token and samples, so that a graph can replay the step if it supports the rows' sampling."""
         return bool((batch.num_tokens == 1).all() and batch.yields_token.all() and not self._asks_prompt_logprobs(batch).any())
 
     def _replay(self, graphs: DecodeGraphs, kind: Kind, batch: Batch, pending: PendingStep) -> None:
-        """Replay with the longest rows first: kernels that compute a row in one program begin with them, and the short ones fill up the end."""
+        """Replay with the longest rows first: kernels that compute a row in one program start with these, and short ones fill the gaps at the end."""
         rows = batch.rows.astype(np.int64)
         order = np.argsort(-self.rows.known[rows], kind="stable")
         if kind is Kind.LATE:
@@ -265,13 +267,13 @@ class Runner:
         self._fetch(graphs.replay(kind, rows[order], self._worth_sharing(batch)), rows, pending, order)
 
     def _fetch(self, sampled: Sampled, host_rows: NDArray[np.int64], pending: PendingStep, order: NDArray[np.int64] | None = None) -> None:
-        """Bring to the host what was replayed for these rows, or for them in this order."""
+        """Copy the replayed results of these rows to the host, in this order."""
         if sampled.packed is not None:
             pending.asked_logprobs = int(self.rows.logprobs[host_rows].max())
         pending.replayed = SampledCopy(sampled, order, with_logprobs=pending.asked_logprobs >= 0)
 
     def _worth_sharing(self, batch: Batch) -> int:
-        """The leading blocks that attention is told to read once for all rows; 0 if that would save too little."""
+        """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little."""
         tokens = batch.shared_prefix_blocks * self.rows.block_size
         return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
 
@@ -283,7 +285,7 @@ class Runner:
             self.backend.copy_blocks(*all_to_device([src, dst], self.device))
 
     def _tell_sampler(self, batch: Batch, pending: PendingStep) -> None:
-        """Raises `DovetailError` if a request goes on whose end was due: then another rank's sampler has taken what this one refused."""
+        """Raise `DovetailError` if a rejected request continues: then another rank's sampler has accepted what this one rejected."""
         if len(batch.removed) or batch.added:
             removed, added = batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added]
             for row in (*removed, *(row for row, _ in added)):
@@ -295,7 +297,7 @@ class Runner:
     def _attention_batch(
         self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, recording: Recording | None
     ) -> AttentionBatch:
-        """Describe a step to attention; if it is replayed, its padding too."""
+        """Plan a step for attention; if it is replayed, including its padding."""
         table = inputs.table
         if table is None:
             table = self.rows.block_table[:, : host.max_blocks].index_select(0, inputs.rows)
@@ -313,7 +315,7 @@ class Runner:
         )
 
     def _sample(self, host_rows: NDArray[np.int64], host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
-        """Sample for the rows that yield a token, `host_rows` [n]. `host_indices` [n]: where in `hidden` the states of their last tokens are."""
+        """Sample for the rows that yield a token, `host_rows` [n]. `host_indices` [n]: indices in `hidden` of their last tokens' states."""
         if self.sampling_graphs is not None:
             replayed = self.sampling_graphs.replay(hidden, host_indices, host_rows, pending.masked)
             if replayed is not None:
@@ -330,8 +332,8 @@ class Runner:
             pending.logprobs.add(sampled.logprobs)
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64], masked: NDArray[np.int64] | None) -> SampledTokens:
-        """Have the sampler draw a token for each of `rows` [n] from logits [n, vocab], of what the masks at the lines `masked` [n] allow. Samplers
-        know nothing of masks: to them a forbidden token is one that the model finds impossible. Log-probabilities are those of the raw logits."""
+        """Sample a token for each of `rows` [n] from logits [n, vocab], restricted to the masks at the rows `masked` [n]. Samplers don't know about
+        masks: a forbidden token looks like one that the model finds impossible. Log-probabilities are those of the unmasked logits."""
         if masked is None:
             return self.sampler.sample(logits, rows, host_rows)
         wants_logprobs = bool((self.rows.logprobs[host_rows] >= 0).any())

@@ -1,4 +1,4 @@
-"""The sampled tokens and log-probabilities that a replayed graph leaves on the device, and one copy that brings all of them to the host."""
+"""Sampled tokens and log-probabilities that a replayed graph leaves on the device, copied to the host together."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dovetail.runtime.transfer import HostCopy
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampled tokens of `size` rows. The next replay overwrites the tensors."""
+    """Sampled tokens of `size` rows. The next replay overwrites the tensors."""
 
     tokens: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
-    packed: torch.Tensor | None = None  # int32: `tokens`, and log-probabilities behind them
-    columns: int = 0  # of these: the sampled token, and the likeliest
+    packed: torch.Tensor | None = None  # int32: `tokens`, followed by log-probabilities
+    columns: int = 0  # of log-probabilities: the sampled token and the most likely
 
     @classmethod
     def pack(cls, tokens: torch.Tensor, top: TopLogprobs) -> Sampled:
-        """Device work that a graph can record."""
+        """Pack the results. Can be recorded in a graph."""
         parts = tokens, top.ranks, top.token_ids, top.logprobs
         packed = torch.cat([part.view(torch.int32).view(-1) for part in parts])
         return cls(packed[: 2 * tokens.numel()].view(torch.int64).view_as(tokens), packed, top.token_ids.shape[1])
@@ -35,12 +35,12 @@ class Sampled:
 
 
 class SampledCopy:
-    """`Sampled` on its way to the host. Its values may be read once the device has passed the point where it was made."""
+    """`Sampled` being copied to the host. Values may be read once the device has passed the point of its creation."""
 
     __slots__ = ("_columns", "_copy", "_order", "_size")
 
     def __init__(self, sampled: Sampled, order: NDArray[np.int64] | None = None, *, with_logprobs: bool = False) -> None:
-        """`order` [n]: the first n rows of `sampled` belong to these indices of the step's rows; None: they are in the step's order."""
+        """`order` [n]: indices of the step's rows for the first n rows of `sampled`; None: same order."""
         self._order, self._size = order, sampled.size
         self._columns = sampled.columns if with_logprobs else 0
         self._copy = HostCopy(sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens)
@@ -51,7 +51,7 @@ class SampledCopy:
         return self._sorted(words.view(np.int64).reshape(2, -1)[:, :n].T).T
 
     def logprobs(self, n: int, k: int) -> HostLogprobs:
-        """Return those of each row's token and of the k likeliest, or of as many as there are."""
+        """Return log-probabilities of each row's token and of the k most likely, or as many as there are."""
         words, size, columns = self._copy.value, self._size, self._columns
         ends = np.cumsum([4 * size, 2 * size, 2 * size * columns]).tolist()
         _, ranks, token_ids, values = np.split(words, ends)
@@ -62,5 +62,5 @@ class SampledCopy:
         )
 
     def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The first n rows, [n, …], as they stand in the step."""
+        """Return the first n rows, [n, …], in the step's order."""
         return values if self._order is None else values[np.argsort(self._order)]

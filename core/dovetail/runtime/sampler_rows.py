@@ -1,4 +1,4 @@
-"""`update_rows`: tells a sampler which rows come and go. Parameters that it can't take end their own request, not the engine."""
+"""`update_rows`: passes added and removed rows to a sampler. Parameters that it rejects end only their own request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def update_rows(sampler: Sampler, removed: Sequence[int], added: Sequence[tuple[
     """Call `sampler.update`; if it raises, call it for each row alone. Returns the rows that it refused, and why. They have default parameters, so
     that the step can be computed; their tokens are worth nothing.
 
-    Raises what the sampler raises if it takes not even default parameters.
+    Raises the sampler's error if it rejects even default parameters.
     """
     try:
         sampler.update(removed, added)
@@ -26,7 +26,7 @@ def update_rows(sampler: Sampler, removed: Sequence[int], added: Sequence[tuple[
     else:
         return {}
     for row in removed:
-        with suppress(Exception):  # the call that failed may have forgotten it
+        with suppress(Exception):  # the failed call may have removed it
             sampler.update([row], [])
     refused = {}
     for row, sampling in added:
@@ -34,13 +34,13 @@ def update_rows(sampler: Sampler, removed: Sequence[int], added: Sequence[tuple[
             _begin(sampler, row, sampling)
         except Exception as error:
             refused[row] = f"sampler {type(sampler).__name__} raised in update(): {describe(error)}"
-            logger.warning("a request is ended: %s", refused[row], exc_info=error)
+            logger.warning("ending a request: %s", refused[row], exc_info=error)
             _begin(sampler, row, RowSampling())
     return refused
 
 
 def _begin(sampler: Sampler, row: int, sampling: RowSampling) -> None:
-    """Begin a row that the sampler may know or not, depending on how far the call that failed came."""
+    """Start a row that the sampler may already have, depending on how far the failed call got."""
     try:
         sampler.update([row], [(row, sampling)])
     except Exception:

@@ -1,4 +1,4 @@
-"""The inputs of a step that the host sends to the device: the tokens and rows of a ragged batch, flattened."""
+"""Inputs of a step that the host sends to the device: tokens and rows of a ragged batch, flattened."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dovetail.api.executor import Batch
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.transfer import Mirror, all_to_device
 
-TABLE_ENTRIES = 4096  # a step's block table of so many or fewer comes from the host with its other inputs: a kernel less than gathering it
+TABLE_ENTRIES = 4096  # up to this size, a step's block table is sent with its other inputs, which saves a gathering kernel
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInputs:
-    """`HostInputs` on the device; tokens may be padded there."""
+    """`HostInputs` on the device, where tokens may be padded."""
 
     token_indices: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
@@ -32,16 +32,16 @@ class DeviceInputs:
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """The inputs of the b rows of a batch, and of their tokens, one row's after the other's."""
+    """Inputs of the b rows of a batch and their tokens, row by row."""
 
     token_indices: Int64  # [tokens] indices of the tokens' ids in the flat ids of all rows
-    positions: Int64  # [tokens] in their sequences
-    slots: Int64  # [tokens] where their K and V go
+    positions: Int64  # [tokens] within their sequences
+    slots: Int64  # [tokens] slots of their K and V
     rows: Int64  # [b]
-    query_starts: Int32  # [b + 1] where each row's tokens begin, and the last ones end
-    kv_lens: Int32  # [b] tokens that a row can see once this step's K and V are written
+    query_starts: Int32  # [b + 1] start of each row's tokens, and the end
+    kv_lens: Int32  # [b] tokens in a row's cache, including this step's
     max_blocks: int  # of a row
-    table: Int32 | None  # [b, max_blocks] their blocks, if they are few
+    table: Int32 | None  # [b, max_blocks] their blocks, if the table is small
 
     @classmethod
     def of(cls, batch: Batch, state: RowState) -> HostInputs:
@@ -63,7 +63,7 @@ class HostInputs:
 
     @property
     def ends(self) -> Int32:
-        """[b] the exclusive ends of the rows' tokens."""
+        """[b] exclusive ends of the rows' tokens."""
         return self.query_starts[1:]
 
     def to_device(self, device: torch.device) -> DeviceInputs:
@@ -97,13 +97,13 @@ class FixedInputs:
         return self._all.positions
 
     def rows(self, count: int, table: torch.Tensor | None = None) -> DeviceInputs:
-        """Return the inputs of so many rows, which may have this table, and of all tokens."""
+        """Return the inputs of `rows` rows, optionally with this table, and of all tokens."""
         every = self._all
         rows, query_starts, kv_lens = every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count]
         return DeviceInputs(every.token_indices, every.positions, every.slots, rows, query_starts, kv_lens, table)
 
     def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
-        """Enqueue the copy of a step's inputs, and of the indices of the tokens whose states are wanted, if not all are."""
+        """Enqueue the copy of a step's inputs, and of the indices of wanted tokens, unless all are wanted."""
         token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = self._mirror.arrays
         tokens, count = host.num_tokens, len(host.rows)
         for padded, own, padding in ((token_indices, host.token_indices, 0), (positions, host.positions, 0), (slots, host.slots, -1)):

@@ -1,12 +1,12 @@
-"""The sizes for which steps are recorded as CUDA graphs: numbers of tokens with prefills (`mixed_graphs`), of rows with decodes alone
-(`decode_graphs`). Needs no torch: simulations of such an engine ask too."""
+"""Sizes for which steps are recorded as CUDA graphs: numbers of tokens for steps with prefills (`mixed_graphs`), of rows for decode-only steps
+(`decode_graphs`). Needs no torch, since simulations use it, too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-ALWAYS_TOKENS = 2048  # are recorded, whatever the model
-RECORDED_WORK = 5e12  # tokens times parameters: a step of more takes an H200 15 ms, longer than a host that isn't busy otherwise needs to launch it
+ALWAYS_TOKENS = 2048  # always recorded, for any model
+RECORDED_WORK = 5e12  # tokens times parameters: above, a step takes an H200 15 ms, longer than an idle host needs to launch it
 
 
 def most_recorded(max_tokens: int, parameters: int) -> int:
@@ -16,13 +16,13 @@ def most_recorded(max_tokens: int, parameters: int) -> int:
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
-    """Tokens, rising, up to `most`: the finer, the smaller."""
+    """Return ascending numbers of tokens up to `most`; smaller ones are denser."""
     sizes = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, most, 512))
     return (*(size for size in sizes if size < most), most)
 
 
 def typical(sizes: Sequence[int]) -> list[int]:
-    """Choose the largest of `sizes`, the powers of two, and three times these: between two of them, kernels of one kind are launched, mostly."""
+    """Choose the largest of `sizes`, the powers of two, and three times these: between two of them, mostly the same kernels are launched."""
     most = max(sizes, default=0)
     return [size for size in sizes if size == most or size // (size & -size) in (1, 3)]
 
@@ -35,6 +35,6 @@ def half_of(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def row_sizes(most: int) -> tuple[int, ...]:
-    """Rows of a step of decodes alone, rising, up to `most`: dense where padding would cost most."""
+    """Return ascending numbers of rows of decode-only steps up to `most`: dense where padding would cost most."""
     sizes = {1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, most, 64)}
     return (*sorted(size for size in sizes if size < most), most)

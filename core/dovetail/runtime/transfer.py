@@ -1,4 +1,4 @@
-"""Numbers on their way between host and device: without waiting on a GPU, without copying where both are one memory.
+"""Transfers between host and device: without synchronization on a GPU, and without copies on a CPU.
 
 A GPU reads host memory in its own time, and only where it is pinned. So what goes there is put into a ring of pinned buffers, which are made once:
 
@@ -7,7 +7,7 @@ A GPU reads host memory in its own time, and only where it is pinned. So what go
       │ 0 │ 1 │ 2 │ 3 │ … │ 63 │      before the first of those eight buffers is filled again: in vain, unless the host is almost a whole ring
       └───┴───┴───┴───┴─ ─┴────┘      of copies ahead of the device
 
-What comes back (`HostCopy`) has memory of its own, for it is the host that decides when it has read it.
+Results (`HostCopy`) have their own memory, since the host decides when it has read them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 
 from dovetail.nn.kernels.launch import ALIGNMENT
 
-SLOTS, TOGETHER = 64, 8  # more copies than the steps in flight have; an event for so many: to record one costs the host as much as a copy
-SLOT_BYTES = 320 << 10  # all that a recorded step of 8,192 tokens and 2,048 rows sends at once
+SLOTS, TOGETHER = 64, 8  # more copies than the steps in flight need; one event per group, since recording costs as much as a copy
+SLOT_BYTES = 320 << 10  # the inputs of a recorded step of 8,192 tokens and 2,048 rows
 
 
 class Event(Protocol):
-    """A point in the device's queue, as `torch.cuda.Event`."""
+    """Point in the device's queue, like `torch.cuda.Event`."""
 
     def record(self) -> None:
-        """The point is behind all that is enqueued by now."""
+        """Set the point after everything enqueued so far."""
 
     def synchronize(self) -> None:
-        """Wait until the device has passed it; at once, if there is none yet."""
+        """Wait until the device has passed it; return at once if it isn't set."""
 
 
 class PinnedRing:
@@ -66,7 +66,7 @@ class PinnedRing:
 
 
 class _Rings(threading.local):
-    """Buffers of one thread."""
+    """Rings of one thread."""
 
     def __init__(self) -> None:
         self.of: dict[torch.device, PinnedRing] = {}
@@ -76,7 +76,7 @@ _rings = _Rings()
 
 
 def _ring(device: torch.device) -> PinnedRing:
-    """This thread's ring for the device, which is the current one: its events are recorded in the current stream."""
+    """Return this thread's ring for the device, which must be current: events are recorded in the current stream."""
     if device not in _rings.of:
         _rings.of[device] = PinnedRing(SLOTS, SLOT_BYTES, _pinned, torch.cuda.Event)
     return _rings.of[device]
@@ -87,7 +87,7 @@ def _pinned(num_bytes: int) -> torch.Tensor:
 
 
 def upload(array: NDArray[Any], target: torch.Tensor) -> None:
-    """Enqueue `target` = `array`: of the same dtype, and as many numbers; `target` is contiguous. The array may be changed at once."""
+    """Enqueue `target` = `array`, of the same dtype and number of elements; `target` is contiguous. The array may be modified at once."""
     if target.device.type == "cpu":
         target.copy_(torch.from_numpy(array).reshape(target.shape))
     elif array.nbytes <= SLOT_BYTES:
@@ -97,7 +97,7 @@ def upload(array: NDArray[Any], target: torch.Tensor) -> None:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` on the device, with its dtype. On the CPU the tensor shares the array's memory, so neither may be changed later."""
+    """Return `array` on the device, with its dtype. On the CPU the tensor shares the array's memory, so neither may be modified later."""
     array = np.ascontiguousarray(array)
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
@@ -108,7 +108,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The same of several arrays, in one copy: what a copy costs the host is worth some 10 KiB. On a GPU they are parts of one piece of memory."""
+    """Like `to_device` for several arrays in one copy, which costs the host as much as some 10 KiB. On a GPU they are parts of one allocation."""
     *starts, size = _starts(arrays)
     if device.type == "cpu" or size > SLOT_BYTES:
         return [to_device(array, device) for array in arrays]
@@ -123,10 +123,10 @@ def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
 
 
 class Mirror:
-    """Arrays to write to, and tensors of their shapes and dtypes which get what they hold, all in one copy. Both keep their addresses."""
+    """Host arrays, and tensors of the same shapes and dtypes that are updated from them in one copy. Both keep their addresses."""
 
     def __init__(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
-        """Make buffers that hold what `arrays` do now; the tensors do from the first `send` on."""
+        """Create buffers with the content of `arrays`; tensors are set from the first `send` on."""
         *starts, size = self._starts = _starts(arrays)
         self._host = np.zeros(size, np.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -159,7 +159,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 class HostCopy:
-    """A tensor's present value on its way to the host. `value` may be read once the device has passed the point where it was made."""
+    """A tensor's current value being copied to the host. `value` may be read once the device has passed the point of its creation."""
 
     __slots__ = ("_tensor",)
 

@@ -1,4 +1,4 @@
-"""Weights from safetensors files straight to their place: memory-mapped, each rank reading only its part, nothing loaded twice or left out."""
+"""Loads weights from safetensors files directly into place: memory-mapped, each rank reads only its part, nothing is loaded twice or omitted."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_PREFIX = "model."  # of all names but the head's, in a checkpoint of a causal language model
+_PREFIX = "model."  # prefix of all names except the head's, in a checkpoint of a causal language model
 
-_TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # beginnings of the text model's names beside a vision model's -> alone
+_TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # prefixes of the text model's names with a vision model -> without one
 
-_COMPUTED = (".rotary_emb.inv_freq",)  # endings of tensors that old checkpoints hold and that are computed, never read
+_COMPUTED = (".rotary_emb.inv_freq",)  # suffixes of tensors in old checkpoints that are computed instead
 
 _OF_THE_CACHE = (".k_scale", ".v_scale", ".kv_scale")  # endings of tensors that belong to no layer's weights: `dovetail.runtime.kv_scales` reads them
 
 
 @torch.no_grad()
 def load_weights(model: Any, directory: str | Path, progress: Progress | None = None, *, partly: bool = False) -> None:
-    """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress` counts tensors.
-    `partly`: the model has rules for some of its parameters only, and the checkpoint may hold other tensors.
+    """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress` counts tensors. `partly`: the model has rules
+    for some of its parameters only, and the checkpoint may hold other tensors.
 
     Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold either tensor, or both if they are equal.
     Raises `ModelLoadError` naming the file and the tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
@@ -79,7 +79,7 @@ def tensors_named(directory: str | Path, wanted: Callable[[str], bool]) -> Itera
 
 
 def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
-    """The rules, with one for each tensor that a weight in another format is stored as, instead of the one for its plain numbers."""
+    """Return the rules, with one per stored tensor for weights in another format, instead of one for the plain weight."""
     for rule in rules:
         tensors = dict(rule.parameter.tensors(rule.shard_id)) if isinstance(rule.parameter, StoredWeight) else {}
         if not tensors:
@@ -91,14 +91,15 @@ def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
 
 
 def _expect(rules: Iterable[WeightRule]) -> None:
-    """Tell stored weights which of their tensors will come."""
+    """Tell stored weights which of their tensors the checkpoint has."""
     for rule in rules:
         if isinstance(rule.parameter, CheckpointTensor):
             rule.parameter.expected.add(rule.shard_id)
 
 
 def _is_bare(files: Mapping[str, Path], rules: Mapping[str, list[WeightRule]]) -> bool:
-    """True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix. transformers reads such checkpoints, too."""
+    """Return True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix. transformers reads such checkpoints,
+    too."""
     return not any(name.startswith(_PREFIX) for name in files) and any(_PREFIX + name in rules for name in files)
 
 
@@ -151,7 +152,7 @@ def random_numbers(shape: Sequence[int], name: str, seed: int, device: torch.dev
 
 
 def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
-    """Every part of every parameter has a rule: a mistake of the architecture's author, not of the checkpoint."""
+    """Check that every part of every parameter has a rule; otherwise the architecture is at fault, not the checkpoint."""
     ruled = {(id(rule.parameter), rule.shard_id) for rule in rules}
     for name, parameter in model.named_parameters():
         for shard_id in getattr(parameter, "parts", {None: None}):
@@ -161,7 +162,7 @@ def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
 
 
 def _check_names(rules: Mapping[str, list[WeightRule]], files: Mapping[str, Path], directory: Path) -> None:
-    """The checkpoint holds what the model needs, and nothing that the model doesn't know."""
+    """Check that the checkpoint has everything the model needs, and nothing that it doesn't know."""
     found = {(id(rule.parameter), rule.shard_id) for name in files for rule in rules.get(name, ())}
     missing = [
         some[0].source
@@ -183,13 +184,13 @@ def _some(names: list[str]) -> str:
 
 
 def some_of(names: Iterable[str], limit: int = 5) -> str:
-    """Return the first names in order, and how many more there are."""
+    """Return the first names in order, and the number of others."""
     names = sorted(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it, as the files themselves say, in the order of files."""
+    """Return tensor name -> file, from the files themselves, in the order of files."""
     if not directory.is_dir():
         raise ModelLoadError(f"{directory}: no such directory")
     if (directory / _WEIGHTS).is_file():
@@ -241,7 +242,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def _naming(path: Path, tensor: str) -> Iterator[None]:
-    """Errors inside name the file and the tensor."""
+    """Context that adds the file and the tensor to errors."""
     try:
         yield
     except DovetailError as error:

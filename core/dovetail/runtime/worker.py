@@ -1,5 +1,5 @@
-"""One rank: a model, with its attention, sampler, rows and KV pool, on one device. An executor that computes is made of workers: `local` is one, in
-the engine's own process.
+"""One rank: a model with its attention, sampler, rows and KV pool, on one device. Executors consist of workers: `local` is one, in the engine's own
+process.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Worker:
     """Computes the steps of one rank: `load`, then `allocate`, then `submit`, `sample` of late steps and `collect` in turn, `stop` at the end. By one
     thread at a time, which may be another for each call.
 
-    A step that fails ends it: what the device holds can't be trusted any more.
+    A failed step ends it: the device's state can no longer be trusted.
     """
 
     def __init__(self, context: ExecutorContext, group: ParallelGroup, executor: str) -> None:
-        """`group` is the ranks that share the model's weights: `dovetail.runtime.parallel.SINGLE` if this one has the whole model. `executor` is the
-        name that errors give the executor. Nothing is loaded yet."""
+        """`group`: ranks that share the model's weights; `dovetail.runtime.parallel.SINGLE` if this one has the whole model. `executor`: the
+        executor's name in errors. Loads nothing yet."""
         self.context, self.group, self.executor = context, group, executor
-        self.runner: Runner | None = None  # while the model is loaded
+        self.runner: Runner | None = None  # None unless the model is loaded
         self._graphs: StepGraphs | None = None
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
@@ -59,7 +59,9 @@ class Worker:
         """
         config = self.context.config
         arch, hf_config = find_architecture(config.model, self.context.models)
-        choose_quantization(config.quantization, stored_as(config.model), self.context.quantizations, config.model)  # told before anything is loaded
+        choose_quantization(
+            config.quantization, stored_as(config.model), self.context.quantizations, config.model
+        )  # errors surface before anything is loaded
         if self.group.size > 1 and not arch.capabilities.tensor_parallel:
             raise UnsupportedError(
                 f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {self.group.size}"
@@ -71,7 +73,7 @@ class Worker:
         cache_dtype = None if config.kv_cache_dtype in ("auto", dtype) else config.kv_cache_dtype
         chosen = choose_attention(self.context.attention, specs, str(device), dtype, config.block_size, cache_dtype)
         layout = kv_layout(chosen.backend, specs, chosen.backend.context.block_size, cache_dtype or dtype)
-        if device.type == "cpu":  # before the weights are read: what is too big is told at once
+        if device.type == "cpu":  # before reading weights, so that errors surface at once
             self._pool_blocks(layout, resolve_max_model_len(config.max_model_len, hf_config), num_blocks, device)
         splitter = LayerSplitter()
         if cache_dtype is not None:
@@ -84,7 +86,7 @@ class Worker:
         self.runner = self._make_runner(model, chosen.backend, layout, device)
         if device.type == "cuda":
             gc.collect()
-            gc.freeze()  # what stands now stays: looking through it again and again would stall steps for some 20 ms
+            gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
         self._graphs = self._step_graphs(model, chosen.backend, splitter, device)
         blocks = self._pool_blocks(layout, model.max_model_len, num_blocks, device)
         return Capacity(
@@ -131,11 +133,11 @@ class Worker:
             raise self._failed(batch.step, error, batch.rows.tolist(), names) from error
 
     def mask_words(self, count: int) -> NDArray[np.uint32]:
-        """Return memory for the words of `count` masks, from which the device copies fast."""
+        """Return pinned memory for the words of `count` masks."""
         return self._running().masks.to_fill(count)
 
     def sample(self, handle: PendingStep, masks: Masks) -> None:
-        """Enqueue the sampling of a late step; on a CPU, compute it. Raises as `submit` does."""
+        """Enqueue the sampling of a late step; on a CPU, compute it. Raises like `submit`."""
         self.check()
         try:
             self._running().sample(handle, masks)
@@ -143,7 +145,7 @@ class Worker:
             raise self._failed(handle.step, error, handle.rows.tolist(), handle.request_ids) from error
 
     def collect(self, handle: PendingStep) -> Result:
-        """Wait for the oldest uncollected step, whose handle this is. Raises as `submit` does."""
+        """Wait for `handle`, the oldest uncollected step. Raises like `submit`."""
         self.check()
         try:
             return self._running().collect(handle)
@@ -156,7 +158,7 @@ class Worker:
             raise DovetailError(f"executor {self.executor} stopped computing: {self._failure}") from self._failure
 
     def stop(self) -> None:
-        """Release everything. Twice is as good as once; also after `load` or `allocate` has failed, and before either."""
+        """Release all resources. Idempotent; may be called before, or after a failed, `load` or `allocate`."""
         had_cuda = self.runner is not None and self.runner.device.type == "cuda"
         self.runner = self._graphs = self._scales = None
         if had_cuda:
@@ -169,7 +171,7 @@ class Worker:
         if self.runner is None:
             raise DovetailError(f"executor {self.executor} isn't running: start() hasn't been called, or stop() has")
         if self.runner.device.type == "cuda":
-            torch.cuda.set_device(self.runner.device)  # each thread has a current device, and steps may be another's than `load`
+            torch.cuda.set_device(self.runner.device)  # the current device is per thread, and steps may run in another thread than `load`
         return self.runner
 
     def _failed(self, step: int, error: Exception, rows: list[int], names: list[str]) -> DovetailError:
@@ -191,7 +193,7 @@ class Worker:
         runner.backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, runner.rows.max_len)
 
     def _step_graphs(self, model: LoadedModel, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> StepGraphs | None:
-        """Return the graphs that will be recorded, their kernels compiled; None where none can be, or none are wanted."""
+        """Return the graphs to record, with compiled kernels; None if unsupported or disabled."""
         config = self.context.config
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
             return None
@@ -203,7 +205,7 @@ class Worker:
         return pool_blocks(self.context.config, layout, max_model_len, asked, device, self._profile, self.group.size)
 
     def _profile(self) -> int:
-        """Return what GPU memory all but the KV pool takes at its peak, in bytes. Leaves a pool of one block."""
+        """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one block."""
         self._make_pool(1)
         return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
 
@@ -213,7 +215,7 @@ def _num_parameters(model: LoadedModel) -> int:
 
 
 def _parameters_of_a_token(model: LoadedModel) -> int:
-    """Those that a token is multiplied by: of a mixture, a few experts'."""
+    """Return the number of parameters used per token: for a mixture, those of a few experts."""
     mixtures = [module for module in model.module.modules() if isinstance(module, Experts)]
     left_out = sum((1 - mixture.share_per_token) * sum(map(_numbers, mixture.placed_weights())) for mixture in mixtures)
     return _num_parameters(model) - round(left_out)
