@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from dovetail_executors import rank as rank_module
 from dovetail_executors.rank import Rank, RankSettings
-from tests.executors.ranks import engine
 from tests.runtime.demo import context
 
 SETTINGS = RankSettings(group="test", size=2, store="nowhere", num_blocks=None, threads=None, symmetric=True, step_timeout_s=1.0)
@@ -70,26 +68,3 @@ def test_a_gpu_that_never_stops_computing_is_left_to_the_end_of_the_process(
     assert acts == ["abort"]
     assert "cuda:0 still computes 0.05 s after the ranks were ended" in caplog.text
     assert at_exit == [(os._exit, 1)]
-
-
-def test_the_store_in_which_ranks_meet_outlasts_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of torch's look into it until the group is closed, which waits for them; and they wait for a store that isn't there."""
-    there: list[int] = []
-    close = Rank.close
-
-    def note_and_close(rank: Rank) -> None:
-        there.append(_stores())
-        close(rank)
-
-    monkeypatch.setattr(Rank, "close", note_and_close)
-    before = _stores()
-    with engine(2):
-        pass
-    assert there == [before + 1]
-    assert _stores() == before
-
-
-def _stores() -> int:
-    """Return how many stores this process has open."""
-    files = (Path("/proc/self/fd") / number for number in os.listdir("/proc/self/fd"))
-    return sum("dovetail-ranks" in os.readlink(file) for file in files if file.is_symlink())

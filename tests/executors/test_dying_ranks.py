@@ -72,6 +72,7 @@ def test_a_rank_that_is_killed_amidst_steps_is_named_to_the_requests_that_wait()
             one.core.executor.check()
 
 
+@pytest.mark.slow  # test_served_ranks.py has a server find it
 def test_a_rank_that_dies_while_nothing_is_asked_is_found_by_check() -> None:
     with nothing_left(), engine(2) as one:
         [pid] = processes_of_ranks()

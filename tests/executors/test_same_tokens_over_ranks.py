@@ -5,6 +5,7 @@ the components.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ def over(size: int, **options: Any) -> dict[str, Any]:
     return {"name": "tensor", "size": size, "device": "cpu", **options}
 
 
-@examples(quick=2, full=40)
-@given(config=spine.circumstances(), size=st.sampled_from([2, 4]), order=st.permutations(ORDER))
-def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config: dict[str, Any], size: int, order: list[int]) -> None:
+def assert_tokens_are_those_of_one_rank(config: dict[str, Any], size: int, order: Sequence[int]) -> None:
     """The model has two heads for K and V, so that of four ranks two hold the same; and an odd vocabulary, which is padded."""
     options = {name: value for name, value in config["executor"].items() if name != "name"}
     outputs = run(
@@ -40,11 +39,24 @@ def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config:
     assert tokens_of(outputs) == [spine.alone()[i] for i in order]
 
 
+def test_tokens_over_four_ranks_are_those_of_one_rank() -> None:
+    scarce = {"block_size": 8, "executor": {"num_blocks": 14, "max_in_flight": 2}}  # as `test_scarce_memory_really_preempts` has it
+    assert_tokens_are_those_of_one_rank({**scarce, "max_num_batched_tokens": 16, "overlap": True}, 4, ORDER)
+
+
+@pytest.mark.slow
+@examples(quick=2, full=40)
+@given(config=spine.circumstances(), size=st.sampled_from([2, 4]), order=st.permutations(ORDER))
+def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config: dict[str, Any], size: int, order: list[int]) -> None:
+    assert_tokens_are_those_of_one_rank(config, size, order)
+
+
 def divisible(config: Any, size: int) -> bool:
     kv = config.num_key_value_heads
     return config.num_attention_heads % size == 0 and config.intermediate_size % size == 0 and (kv % size == 0 if size <= kv else size % kv == 0)
 
 
+@pytest.mark.slow  # the suite of models splits each in one process
 @examples(quick=1, full=40)
 @given(config=configs(), size=st.sampled_from([2, 4]), data=st.data())
 def test_models_of_all_shapes_that_can_be_split_choose_what_transformers_does(config: Any, size: int, data: st.DataObject) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dovetail.runtime.groups import ENVIRONMENT
+from tests.support import FULL
 
 LIMIT_S = 300
 ON_GPUS = torch.cuda.is_available()
@@ -161,7 +162,7 @@ def ranks(program: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
                 rank.communicate()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3] if ON_GPUS or FULL else [3])  # of two ranks the order can't be wrong
 def test_every_sum_is_that_of_all_ranks_one_by_one_and_in_a_graph(size: int) -> None:
     with ranks(SUMS, size) as started:
         assert [rank.communicate(timeout=LIMIT_S)[0] for rank in started] == ["right\n"] * size
