@@ -1,7 +1,7 @@
-"""The oracle of `GrammarSuite`: a small vocabulary, and languages whose texts are known by other means than a grammar library.
+"""Oracle of `GrammarSuite`: a small vocabulary, and languages with texts known without a grammar library.
 
-A token may come if some text of the language begins with what there is and the token's bytes. Languages are lists of texts, filtered by Python's `re`
-where they come from a regular expression, so that this shares no code and no idea with what it judges.
+A token is allowed if some text of the language begins with the current text plus the token's bytes. Languages are lists of texts, filtered by
+Python's `re` for regular expressions, so that the oracle shares no code or method with backends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
 
 PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)] + [b"\n", b"\t"]
-PARTS = [bytes([byte]) for byte in sorted(set("éÉä€😀\u0301".encode()))]  # bytes of characters that have several
+PARTS = [bytes([byte]) for byte in sorted(set("éÉä€😀\u0301".encode()))]  # bytes of multi-byte characters
 PIECES = [
     *(b"ab", b"abc", b"bc", b"bd", b"aa", b"cd", b"  ", b'{"', b'":', b'"a":', b"},", b"true", b"<f", b"<fg>2;", b"1</f", b"f>1", b"\n\t"),
     *("é".encode(), "€x".encode(), b"\xa9x", b"\x82\xac", b"x\xc3"),
 ]
-TWICE = [b"a", b"ab", "é".encode()]  # another id of the same text
-STOP_TEXTS = [None, b"</f>", b"a"]  # of the stop ids, which are no text for all that
+TWICE = [b"a", b"ab", "é".encode()]  # texts with a second id
+STOP_TEXTS = [None, b"</f>", b"a"]  # bytes of the stop ids, which still aren't text
 
 
 def vocabulary(*, stops: int = 3, padding: int = 3, without: bytes | None = None) -> GrammarContext:
-    """Return a vocabulary with tokens that are never text: two empty ones, some without bytes, and the stop ids. Apart from these, and from the
-    token `without`, all vocabularies have the same."""
+    """Return a vocabulary with tokens that are never text: two empty ones, some without bytes, and the stop ids. Otherwise all vocabularies are the
+    same, except for the token `without`."""
     tokens: list[bytes | None] = [None, *PRINTABLE, b"", *PARTS, *PIECES, *TWICE, b""]
     tokens = [None if text == without else text for text in tokens]
     first = len(tokens)
@@ -51,7 +51,7 @@ def ids_of(text: str | bytes) -> list[int]:
 
 
 class Language(ABC):
-    """A set of texts. `open`: ids of which it isn't told whether they may come."""
+    """A set of texts. `open`: ids that may be allowed or not."""
 
     open: frozenset[int] = frozenset()
 
@@ -60,10 +60,10 @@ class Language(ABC):
 
     @abstractmethod
     def begins(self, text: bytes) -> bool:
-        """True if some text of the language begins so."""
+        """Return True if some text of the language begins with this one."""
 
     def knows(self, text: bytes) -> bool:
-        """True if `allowed` can be told of this text."""
+        """Return True if `allowed` is known for this text."""
         return True
 
     def examples(self) -> Sequence[bytes]:
@@ -77,7 +77,7 @@ class Language(ABC):
 
 
 class Listed(Language):
-    """The texts of a language: all, or all that tell which beginnings of up to `known_to` bytes there are."""
+    """Language given by its texts: all, or enough to know all prefixes of up to `known_to` bytes."""
 
     def __init__(self, texts: Iterable[str], known_to: int | None = None) -> None:
         self.texts = {text.encode() for text in texts}
@@ -97,8 +97,8 @@ class Listed(Language):
 
 
 class Tagged(Language):
-    """Structures, each one of `bodies`: at triggers in free text, or alone with a `separator` between them. It is ASCII: whether other bytes may
-    come, and in which order, isn't told."""
+    """Structures, each one of `bodies`: at triggers in free text, or only structures joined by `separator`. ASCII only: it is unspecified whether
+    other bytes are allowed."""
 
     open = frozenset(id for id in range(CONTEXT.vocab_size) if not text_of(id).isascii())
 
@@ -146,7 +146,7 @@ class Tagged(Language):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A spec, and the language that it describes."""
+    """A spec and its language."""
 
     spec: GrammarSpec
     language: Language
@@ -167,7 +167,7 @@ def _choice(*texts: str) -> Case:
 
 
 def _nested(grammar: str) -> Case:
-    """`grammar` describes as many "a" as "b" around one "c"."""
+    """`grammar` describes equally many "a" and "b" around one "c"."""
     return Case(GrammarSpec("grammar", grammar), Listed((f"{'a' * n}c{'b' * n}" for n in range(12)), 11))
 
 
@@ -205,7 +205,7 @@ SYNTAXES: Mapping[str, tuple[Case, ...]] = {  # of the same language; a backend 
     "GBNF": (_nested('root ::= "a" root "b" | "c"'), _nested('pair ::= "a" root "b"\nroot ::= pair | "c"')),
 }
 _TWO = (("<f>", 1, "</f>"), ("<f>", 2, ";"))
-TAGS = (  # a backend may refuse some
+TAGS = (  # backends may reject some
     _tags("<f", *_TWO),
     _tags("<f", *_TWO, stop_after_first=True),
     _tags("<f", *_TWO, at_least_one=True),
@@ -242,7 +242,7 @@ STRINGS = (
     *(" a b ", ".*", "xy", "xxy", "y", "a\t", "a-b", "</f>", "a</f>", "\n", "\n\n"),
 )
 CHARACTERS = (*(text.decode() for text in PRINTABLE), "é", "É", "€", "😀")
-SAME_TEXT: Sequence[tuple[str, tuple[SpecKind, SpecKind]]] = (  # texts that mean something else in another kind
+SAME_TEXT: Sequence[tuple[str, tuple[SpecKind, SpecKind]]] = (  # texts with different meanings as different kinds
     ('["a"]', ("choice", "regex")),
     ("true", ("json_schema", "regex")),
     ('start: "a"', ("grammar", "regex")),
@@ -253,12 +253,12 @@ SAME_TEXT: Sequence[tuple[str, tuple[SpecKind, SpecKind]]] = (  # texts that mea
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A JSON Schema, with values that follow it and values that don't."""
+    """A JSON Schema, with valid and invalid values."""
 
     schema: Any
     right: tuple[Any, ...]
     wrong: tuple[Any, ...]
-    follows: Callable[[Any], bool]  # told in Python
+    follows: Callable[[Any], bool]  # in Python
 
 
 def _is_item(value: Any) -> bool:
@@ -297,14 +297,14 @@ SCHEMAS = (
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """A schema of one keyword, with values at both sides of its edge."""
+    """A schema with one keyword, with values on both sides of its limit."""
 
     schema: dict[str, Any]
     right: tuple[Any, ...]
     wrong: tuple[Any, ...]
 
 
-KEYWORDS = (  # a backend refuses them, or follows them
+KEYWORDS = (  # backends either reject or enforce them
     Keyword({"type": "integer", "minimum": -3, "maximum": 12}, (-3, 0, 12), (-4, 13, 1.5, 20)),
     Keyword({"type": "integer", "exclusiveMinimum": -1, "exclusiveMaximum": 11}, (0, 10), (-1, 11)),
     Keyword({"type": "number", "minimum": 0.5, "maximum": 1.25}, (0.5, 1, 1.25), (0.49, 0, 1.26, 1.251)),
@@ -333,7 +333,7 @@ KEYWORDS = (  # a backend refuses them, or follows them
     Keyword({"enum": [1, "a", None]}, (1, "a", None), (2, "b", True)),
     Keyword({"type": ["integer", "null"]}, (1, None), ("a", True)),
 )
-NESTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # a schema around another, and the value around one that follows that
+NESTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # wrapper of a schema, and of a valid value
     "alone": (lambda schema: schema, lambda value: value),
     "a property": (
         lambda schema: {"type": "object", "properties": {"k": schema}, "required": ["k"], "additionalProperties": False},
@@ -356,7 +356,7 @@ def spellings(value: Any) -> Iterator[str]:
     yield json.dumps(value, indent=2, ensure_ascii=False)
 
 
-BROKEN: Mapping[SpecKind, tuple[str, ...]] = {  # specs that are wrong, or describe what can't be followed token by token, or nothing at all
+BROKEN: Mapping[SpecKind, tuple[str, ...]] = {  # specs that are invalid, not regular, or describe no text
     "regex": ("(a", "a{3,1}", "[b-a]", r"(a|b)\1", "(?=a)b", "a(?!b)", r"(?<=a)b", r"\bab", "*", "(" * 20_000 + ")" * 20_000),
     "choice": ("", "[]", '"a"', "[1]", '["a", null]', "{}", '["a"', r'["\ud800"]'),
     "json_schema": (

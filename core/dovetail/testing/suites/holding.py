@@ -1,4 +1,4 @@
-"""This module finds what a component holds on to: everything that can be reached from it, for checks that it forgets what has ended."""
+"""Finds everything reachable from a component, for checks that it drops requests that have ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dovetail.engine.live_request import LiveRequest
 
 
 def reachable(component: object) -> Iterator[tuple[str, object]]:
-    """Yield the requests and texts that a component holds, directly or indirectly, each with the attribute that leads to it. What a request holds is
-    the engine's."""
+    """Yield the requests and strings reachable from a component, each with the attribute path. Requests aren't searched further, since they belong
+    to the engine."""
     code = (type, ModuleType, BuiltinFunctionType)
     held = [(f"self.{name}", value) for name, value in vars(component).items()]
     held += [(f"{cls.__name__}.{name}", value) for cls in type(component).__mro__ for name, value in vars(cls).items()]
@@ -28,5 +28,5 @@ def reachable(component: object) -> Iterator[tuple[str, object]]:
             queue.extend((path, part) for part in (value.__closure__, value.__defaults__, value.__dict__))
         else:
             if isinstance(value, dict):
-                queue.extend((path, key) for key in value if isinstance(key, str))  # which the garbage collector passes over
+                queue.extend((path, key) for key in value if isinstance(key, str))  # not reported by the garbage collector
             queue.extend((path, part) for part in gc.get_referents(value))

@@ -1,4 +1,4 @@
-"""Running models without an engine: attention that keeps each sequence's K and V, ranks that are threads, and transformers' own model beside it."""
+"""Runs models without an engine: attention that stores each sequence's K and V, ranks as threads, and transformers' own model as the reference."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dovetail.runtime.parallel import SINGLE
 from dovetail.testing.suites.attention_oracle import Rules, plain
 
 CPU = torch.device("cpu")
-RANK_LIMIT_S = 30  # for a rank to come to where all meet
+RANK_LIMIT_S = 30  # for a rank to reach a collective
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Chunk(NamedTuple):
-    """Tokens of one sequence that a step computes."""
+    """Tokens of one sequence to compute in a step."""
 
     sequence: str
     token_ids: torch.Tensor  # [tokens] int64
@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class Sequences:
-    """The K and V of all sequences, in all layers; which of them a step's tokens belong to."""
+    """K and V of all sequences in all layers; the sequences of a step's tokens."""
 
     step: list[tuple[str, int]] = field(default_factory=list)  # sequence, tokens
     layers: list[KeptAttention] = field(default_factory=list)
@@ -42,14 +42,14 @@ class Sequences:
         return self.layers[-1]
 
     def fork(self, source: str, target: str, tokens: int) -> None:
-        """`target` begins with K and V of the first tokens of `source`: what a prefix hit is."""
+        """Let `target` begin with K and V of the first tokens of `source`, like a prefix hit."""
         for layer in self.layers:
             k, v = layer.kept[source]
             layer.kept[target] = (k[:tokens], v[:tokens])
 
 
 class KeptAttention(AttentionLayer):
-    """Attention of ragged batches as its definition says, over K and V that simply grow."""
+    """Attention of ragged batches by definition, over K and V that only grow."""
 
     def __init__(self, spec: LayerSpec, sequences: Sequences) -> None:
         self.spec, self._sequences = spec, sequences
@@ -76,7 +76,7 @@ class KeptAttention(AttentionLayer):
 
 
 class Bench:
-    """A built model with its weights, and the sequences that it has computed."""
+    """A model with its weights, and its computed sequences."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Bench:
             self.load(tensors)
 
     def load(self, tensors: Tensors) -> None:
-        """By the model's own rules, without files."""
+        """Load by the model's own rules, without files."""
         for rule in self.model.weights():
             if rule.source in tensors and rule.parameter is not None:
                 rule.parameter.load(tensors[rule.source], rule.shard_id, rule.transform)
@@ -127,7 +127,7 @@ class Bench:
 
 
 class ThreadGroup:
-    """One of `size` ranks that are threads of one process."""
+    """One of `size` ranks, which are threads of one process."""
 
     shares = None
 
@@ -165,7 +165,7 @@ def on_ranks(size: int, act: Callable[[ParallelGroup], Any]) -> list[Any]:
 
 
 class Reference:
-    """transformers' model of a config, with random weights that leave no parameter at a neutral value."""
+    """transformers' model of a config, with random weights and no parameter at a neutral value."""
 
     def __init__(self, config: Any, seed: int = 0) -> None:
         from transformers import AutoModelForCausalLM
@@ -217,6 +217,6 @@ class Reference:
 
     @torch.no_grad()
     def run(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states after the last norm, and logits."""
+        """Return hidden states after the last norm, and logits."""
         out = self.model(token_ids[None], output_hidden_states=True)
         return out.hidden_states[-1][0], out.logits[0]

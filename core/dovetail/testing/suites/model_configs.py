@@ -1,4 +1,4 @@
-"""Tiny Hugging Face configs of an architecture, and what may be different in a config: for models of random weights that run in milliseconds."""
+"""Tiny Hugging Face configs of an architecture and variations of them, for models with random weights that run in milliseconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 TINY: dict[str, Any] = {
-    "vocab_size": 61,  # odd: not to be split evenly
+    "vocab_size": 61,  # odd: can't be split evenly
     "hidden_size": 32,
     "intermediate_size": 40,
     "num_hidden_layers": 2,
@@ -14,7 +14,7 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-2,  # large, so that a wrong one shows
+    "rms_norm_eps": 1e-2,  # large, so that an error shows
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
     "tie_word_embeddings": False,
     "num_experts": 3,
@@ -60,10 +60,10 @@ ROPES: tuple[dict[str, Any], ...] = (
     },
 )
 
-WITH_A_WINDOW = {"sliding_window": 3, "max_window_layers": 1}  # what `use_sliding_window` needs, of configs that have it
+WITH_A_WINDOW = {"sliding_window": 3, "max_window_layers": 1}  # required by `use_sliding_window`, for configs that have it
 WITH_THE_LEAST_WINDOW = {"sliding_window": 1, "max_window_layers": 0}
 
-UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers would pass over in silence
+UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers silently ignores
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
     "residual_multiplier": 0.5,
@@ -80,15 +80,15 @@ UNHEARD_OF_ROPES: tuple[dict[str, Any], ...] = (  # fields of `rope_parameters`
 
 
 class Change(NamedTuple):
-    """One field of a config that is different from the tiny one's, with others that it needs."""
+    """A config field that differs from the tiny config, with others that it requires."""
 
     field: str
     fields: dict[str, Any]
-    tiny_weights: float | None = None  # a factor of all matrices, where the field shows by small numbers alone
+    tiny_weights: float | None = None  # factor for all matrices, if the field only matters for small numbers
 
 
 def config_class(architecture: str) -> type[Any]:
-    """transformers' config class of an architecture. Raises `AttributeError` if transformers doesn't know it."""
+    """Return transformers' config class of an architecture. Raises `AttributeError` if there is none."""
     import transformers
 
     cls: type[Any] = getattr(transformers, architecture).config_class
@@ -96,7 +96,7 @@ def config_class(architecture: str) -> type[Any]:
 
 
 def tiny(architecture: str, **fields: Any) -> Any:
-    """A config with TINY's values for the fields that it has, and `fields`."""
+    """Return a config with TINY's values for its fields, and `fields`."""
     cls = config_class(architecture)
     known = vars(cls())
     config = cls(**{name: value for name, value in TINY.items() if name in known and name not in fields}, **fields)
@@ -105,7 +105,7 @@ def tiny(architecture: str, **fields: Any) -> Any:
 
 
 def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any]:
-    """The configs that numbers are compared for."""
+    """Return the configs that numbers are compared for."""
     known = vars(config_class(architecture)())
     common = [{name: value for name, value in fields.items() if name in known} for fields in VARIANTS]
     return [tiny(architecture, **fields) for fields in [*common, *more]]

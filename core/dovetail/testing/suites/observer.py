@@ -1,7 +1,7 @@
-"""`ObserverSuite`: it checks that an observer keeps the contract of `dovetail.api.observer`.
+"""`ObserverSuite`: checks that an observer conforms to the contract of `dovetail.api.observer`.
 
-Each check runs the real engine core over a fake executor, with a policy that preempts and rejects, while clients come late and go away; beside it
-the same run without the observer. Needs no torch.
+Each check runs the real engine core over a fake executor, with a policy that preempts and rejects, and with late arrivals and aborts, and compares
+it with the same run without the observer. Needs no torch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Sha
 
 SHAPE = Shape(num_blocks=16)
 STILL = replace(SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0)  # too short for the clock to move
-UNEVEN = ("core_s", "decisions", "error")  # of events: they differ from run to run, or by who wants them
+UNEVEN = ("core_s", "decisions", "error")  # fields of events that differ between runs, or by observers
 STATE = (
     *("num_computed", "preemptions", "cached_tokens", "recomputed_tokens", "prefill_left", "output_left"),
     *("first_scheduled_time", "first_token_time", "last_token_time"),
 )
-SLOW_S = 0.1  # a call that takes longer is mentioned
+SLOW_S = 0.1  # longer calls are noted
 METHODS = ("on_started", "on_arrived", "on_admitted", "on_preempted", "on_finished", "on_step", "on_stopped")
 BUSY: tuple[Act, ...] = (
     Arrive((1, 2, 3, 4, 5, 6, 7), max_tokens=10),
@@ -72,7 +72,7 @@ AGAIN: tuple[Act, ...] = (
     Abort(-1),
 )
 FAILING: tuple[Act, ...] = (*BUSY[:5], Run(30))
-LOST: tuple[Act, ...] = (  # requests that are rejected, and aborted, after a preemption
+LOST: tuple[Act, ...] = (  # requests that are rejected or aborted after a preemption
     *(Arrive((number,) * 9, max_tokens=16, client="fickle" if number == 2 else None) for number in range(4)),
     Run(9),
     Abort(3),
@@ -82,17 +82,17 @@ LOST: tuple[Act, ...] = (  # requests that are rejected, and aborted, after a pr
 
 
 class ObserverSuite(Suite):
-    """Runs with preemptions, rejects, aborts, samples of one prompt and late arrivals; with nothing to do; and one that an error ends."""
+    """Runs with preemptions, rejections, aborts, parallel samples and late arrivals; without requests; and with an error at the end."""
 
     kind = "observer"
 
-    # First, since what an observer changes for the whole process it can't change again.
+    # First, since process-wide changes by an observer happen only once.
     @check("observer.process_untouched", since="0.1")
     def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
-        """The observer changed what others in this process rely on: the seeds of `random` or numpy, the environment, the working directory, the
+        """The observer changed process-wide state: the seeds of `random` or numpy, the environment, the working directory, the
         import path, standard output, signal handlers, exception hooks, warnings, garbage collection, the umask, the locale, tracing, sockets'
-        timeout, numpy's errors, built-in functions, or the root of all loggers. An observer is a guest in a server; it may do with a logger of its
-        own as it likes."""
+        timeout, numpy's errors, built-in functions, or the root of all loggers. Observers run inside a server; they may only configure their own
+        logger."""
         before = _process()
         for when, acts, policy in (
             ("a busy run", BUSY, _Harsh),
@@ -107,8 +107,8 @@ class ObserverSuite(Suite):
 
     @check("observer.no_effect", since="0.1")
     def test_an_observer_changes_nothing(self) -> None:
-        """With the observer, a request ended otherwise, or another step was planned, or another observer was told something else, than without it.
-        Events are for looking at: copy what you want to change, and leave the requests, the block counts and the clock alone."""
+        """With the observer, a request ended differently, or another step was planned, or another observer got other events, than without it.
+        Events are read-only: copy before modifying, and don't touch requests, block counts or the clock."""
         for decisions in (False, True):
             with_it, expected = _story(self._play(BUSY, decisions=decisions).world), _story(_play(None, BUSY, decisions=decisions))
             for what, found in with_it.items():
@@ -116,9 +116,9 @@ class ObserverSuite(Suite):
 
     @check("observer.raises_nothing", since="0.1")
     def test_no_event_makes_it_raise(self) -> None:
-        """A method raised. The engine goes on, but drops an observer that does so a few times. Any event may come at any time: a request may end
-        without ever having been admitted, an id may come again once its request has ended, a step may bring no token and, wanted or not, no
-        decisions, times may be those of a simulation and stand still."""
+        """A method raised. The engine continues, but drops an observer after repeated errors. Any event may occur at any time: a request may end
+        without having been admitted, an id may be reused once its request has ended, a step may have no tokens and no decisions, and simulated
+        times may stand still."""
         for decisions in (False, True):
             spy = self._play(BUSY, decisions=decisions)
             spy.require_quiet("a busy run")
@@ -132,21 +132,20 @@ class ObserverSuite(Suite):
 
     @check("observer.empty_run", since="0.1")
     def test_it_survives_a_run_without_requests(self) -> None:
-        """A method raised when the engine started and stopped with nothing in between: there may be no step to divide by."""
+        """A method raised when the engine started and stopped without requests: there may be no step to divide by."""
         self._play(()).require_quiet("a run without requests")
 
     @check("observer.failed_run", since="0.1")
     def test_it_survives_a_run_that_fails(self) -> None:
-        """A method raised when an error ended the engine: `on_finished` comes with "error" for every request, and `on_stopped` with the exception,
-        which is to be told, not raised."""
+        """A method raised when an error ended the engine: `on_finished` is called with "error" for every request, and `on_stopped` with the
+        exception, to be reported, not raised."""
         spy = self._play(FAILING, policy=_Fails)
         require(spy.world.dead is not None, "the suite's failing policy didn't end the engine")
         spy.require_quiet("a run that an error ended")
 
     @check("observer.request_untouched", since="0.1")
     def test_requests_are_only_read(self) -> None:
-        """The observer wrote to a request that an event showed it, or into its `params`. Keep what you note of a request in a dict of your own, by
-        its id."""
+        """The observer modified a request of an event, or its `params`. Keep state about requests in your own dict, by id."""
         world = self._play(BUSY).world
         for request in world.requests:
             changed = {name: getattr(request, name) for name, value in world.given[request].items() if getattr(request, name) != value}
@@ -154,8 +153,8 @@ class ObserverSuite(Suite):
 
     @check("observer.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
-        """The observer holds on to requests that have ended, or to their ids, so a server's memory grows for ever. Drop what you keep of a request in
-        `on_finished`, aborted and rejected ones too, or with the next step if `more_steps` says that one is to come."""
+        """The observer keeps requests that have ended, or their ids, so that a server's memory grows forever. Drop them in `on_finished`, including
+        aborted and rejected ones, or in the next step if `more_steps` is true."""
         for acts in (BUSY, LOST):
             spy = self._play(acts)
             ids = {name for request in spy.world.requests for name in (request.id, request.parent) if name}
@@ -165,8 +164,8 @@ class ObserverSuite(Suite):
 
     @check("observer.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
-        """After `on_stopped` there were threads, processes, open files or temporary files that weren't there before. Whatever an observer opens (an
-        exporter's thread, a file) ends with `on_stopped`. (What only the very first run makes is left out.)"""
+        """After `on_stopped` there are threads, processes, open files or temporary files that weren't there before. Close everything (an exporter's
+        thread, a file) in `on_stopped`. (Resources that only the very first run creates are excluded.)"""
         self._play(BUSY)
         before = Footprint.now()
         with temporary_folder() as folder:
@@ -185,15 +184,15 @@ class ObserverSuite(Suite):
         policy: type[Scheduler] | None = None,
         before: dict[str, object] | None = None,
     ) -> Spy:
-        """`decisions`: another observer wants them, so that every step's event has them; with `sometimes` one step's in two. `before`: the process's
-        state, to which it is compared after every call."""
+        """`decisions`: another observer requests them, so that every step's event has them; with `sometimes`, every other step's. `before`: state
+        of the process to compare with after every call."""
         spy = Spy(self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks)), sometimes=sometimes, before=before)
         spy.world = _play(spy, acts, shape=shape, decisions=decisions, policy=policy or _Harsh)
         return spy
 
 
 class Spy(Observer):
-    """A wrapper of an observer: its errors are noted, and passed on to the engine, which must survive them."""
+    """Wraps an observer: records its errors and re-raises them to the engine, which must survive them."""
 
     world: World
 
@@ -234,7 +233,7 @@ class Spy(Observer):
 
 
 class _Other(Observer):
-    """Another observer, which comes after the one that is tested: it notes what it is told."""
+    """Another observer after the one under test, which records its events."""
 
     def __init__(self, decisions: bool) -> None:
         super().__init__(NoOptions(), ObserverContext(1, 1))
@@ -249,7 +248,7 @@ class _Other(Observer):
 
 
 class _Harsh(Scheduler):
-    """First come, first served, at the expense of who came last; and some aren't served at all."""
+    """First come, first served, preempting the last; rejects some requests."""
 
     claims = Claims(rejects=True)
 

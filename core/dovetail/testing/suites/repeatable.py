@@ -13,7 +13,7 @@ from dovetail.testing.checks import CheckFailed
 
 T = TypeVar("T")
 
-SHRINK_S = 5.0  # for making a failing example smaller
+SHRINK_S = 5.0  # time limit for shrinking a failing example
 
 
 def repeatable(max_examples: int, *, shrink: bool = True) -> settings:
@@ -50,7 +50,7 @@ def for_all(among: SearchStrategy[T], examples: int, holds: Callable[[T], None],
 
 
 def _shrunk(example: T, failure: CheckFailed, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> tuple[T, CheckFailed]:
-    """Shrink an example greedily, while a smaller one fails too and there is time."""
+    """Shrink an example greedily, while a smaller one also fails and there is time."""
     until, candidates = time.monotonic() + SHRINK_S, iter(smaller(example))
     while time.monotonic() < until and (candidate := next(candidates, None)) is not None:
         try:
