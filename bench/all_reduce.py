@@ -1,4 +1,4 @@
-"""Sums over the GPUs of this host, recorded in CUDA graphs as a model's steps are: microseconds of each way, by the size of what is summed.
+"""All-reduces over the GPUs of this host, recorded in CUDA graphs like a model's steps: microseconds of each implementation, by size.
 
     python -m bench.all_reduce                 # two ranks
     python -m bench.all_reduce --size 4 --hidden 4096 --json out.json
@@ -68,12 +68,12 @@ def torch_shot(shots: str, buffer: torch.Tensor, name: str, x: torch.Tensor) -> 
 
 
 def no_sum(x: torch.Tensor) -> torch.Tensor:
-    """What the copy, the addition and the norm take."""
+    """Time of the copy, the addition and the norm only."""
     return x
 
 
 def torchs_buffer(group: TorchGroup, name: str) -> torch.Tensor | None:
-    """Symmetric memory for torch's own kernels, or None where there is none."""
+    """Return symmetric memory for torch's own kernels, or None if unsupported."""
     if group.shares is None:
         return None
     import torch.distributed._symmetric_memory as symmetric
@@ -116,7 +116,7 @@ def _host_times(act: Callable[[], None]) -> list[float]:
 
 
 def right(way: Way, group: TorchGroup, rows: int, hidden: int) -> bool:
-    """True if a stream of zeros gets the sum of the ranks' numbers, which are small and whole."""
+    """Return True if a stream of zeros gets the sum of the ranks' numbers, which are small integers."""
     x = torch.zeros((rows, hidden), dtype=torch.bfloat16, device=group.device)
     counting = torch.arange(rows * hidden, device=group.device).remainder(7).view(rows, hidden)
     way(x, (counting + group.rank).bfloat16(), torch.ones(hidden, dtype=torch.bfloat16, device=group.device))

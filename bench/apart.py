@@ -1,4 +1,4 @@
-"""Calling a function in a process of its own, so that what one engine leaves behind slows no other.
+"""Calls a function in a separate process, so that leftovers of one engine don't slow down another.
 
 A default device of torch's, say: each of its calls takes some microseconds longer from then on.
 """

@@ -1,4 +1,4 @@
-"""How near an attention backend comes to what the GPU can do: TB/s of K and V read by decode, TFLOP/s of prefill, a layer.
+"""Measures how close an attention backend gets to the GPU's limits: TB/s of K and V read in decode, TFLOP/s in prefill, per layer.
 
     python -m bench.attention                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
     python -m bench.attention --only decode --tune   # every candidate of the tuning table, quickest first
@@ -60,7 +60,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Load:
-    """A step: tokens each row can see, and how many of them are its queries."""
+    """A step: tokens of each row, and the number of queries among them."""
 
     name: str
     lens: tuple[int, ...]
@@ -73,12 +73,12 @@ class Load:
         return cls(name, tuple(n + shared for n in lens), (1,) * rows, shared)
 
     def seen(self, window: int | None) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of (query, key) pairs."""
         last = np.concatenate([np.arange(n - q, n) for n, q in zip(self.lens, self.queries, strict=True)]) + 1
         return int(np.minimum(last, window or last.max()).sum())
 
     def tokens(self, window: int | None) -> int:
-        """Tokens whose K and V must be read at least once."""
+        """Number of tokens whose K and V must be read at least once."""
         kept = [min(n, window + q - 1) if window else n for n, q in zip(self.lens, self.queries, strict=True)]
         return sum(kept) - self.shared * (len(self.lens) - 1)
 
@@ -130,14 +130,14 @@ def median_seconds(run: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written a second by a copy within the device."""
+    """Return the bytes read and written per second by a copy within the device."""
     source, target = (torch.empty(1 << 32, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     source.random_()
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source))
 
 
 class Bench:
-    """A backend whose layers are full of random K and V, for one model and load."""
+    """A backend with layers full of random K and V, for one model and load."""
 
     def __init__(self, model: Model, load: Load) -> None:
         self.model, self.load = model, load
@@ -162,7 +162,7 @@ class Bench:
         self.use(self.tilings)
 
     def _fill(self, num_slots: int, dtype: torch.dtype) -> None:
-        """Write every slot, one row after the other, in pieces."""
+        """Write every slot, row by row, in pieces."""
         piece = 1 << 16
         self.backend.prepare(1, piece, self.model.block_size)
         for start in range(0, num_slots, piece):
@@ -201,7 +201,7 @@ class Bench:
         return median_seconds(captured.replay) / len(self.layers)
 
     def plan_seconds(self) -> float:
-        """Return the time that `plan` takes on the host."""
+        """Return the host time of `plan`."""
         times = []
         for _ in range(REPEATS):
             torch.cuda.synchronize()
@@ -220,7 +220,7 @@ class Bench:
 
 
 def flash_decode_seconds(model: Model, load: Load) -> float | None:
-    """flash-attn over pages of 256, or None where it can't."""
+    """Return flash-attn over pages of 256, or None if unsupported."""
     if not flash_can(model) or load.shared or model.window or model.cache_dtype:
         return None
     from flash_attn import flash_attn_with_kvcache
@@ -250,7 +250,7 @@ def flash_decode_seconds(model: Model, load: Load) -> float | None:
 
 
 def flash_prefill_seconds(model: Model, load: Load) -> float | None:
-    """flash-attn over K and V that lie in one piece, or None where it can't."""
+    """Return flash-attn over contiguous K and V, or None if unsupported."""
     if not flash_can(model):
         return None
     from flash_attn import flash_attn_varlen_func
@@ -269,7 +269,7 @@ def flash_prefill_seconds(model: Model, load: Load) -> float | None:
 
 @functools.cache
 def flash_can(model: Model) -> bool:
-    """True if flash-attn is installed and computes such a model correctly: a build that lacks a kernel returns wrong numbers."""
+    """Return True if flash-attn is installed and computes such a model correctly: builds without a kernel return wrong numbers."""
     try:
         from flash_attn import flash_attn_func
     except ImportError:
@@ -326,7 +326,7 @@ def prefill_candidates() -> Iterator[PrefillTiling]:
 
 
 def tune(model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator[PrefillTiling]) -> list[tuple[float, DecodeTiling | PrefillTiling]]:
-    """Every candidate that fits the device, quickest first, with its seconds."""
+    """Return every candidate that fits the device with its seconds, fastest first."""
     bench = Bench(model, load)
     [usual] = bench.backend.planned.schedules.values()
     loads_apart = usual.prefill_tiling.loads_apart
@@ -344,7 +344,7 @@ def tune(model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator
 
 
 def fixed(tiling: DecodeTiling | PrefillTiling, usual: Tilings) -> Tilings:
-    """The usual choices, but for this one."""
+    """Return the default choices except for this one."""
     if isinstance(tiling, DecodeTiling):
         return replace(usual, decode=lambda shape: tiling)
     return replace(usual, prefill=lambda shape: tiling)

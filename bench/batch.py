@@ -1,4 +1,4 @@
-"""`dovetail batch run`: its speed beside `LLM.generate`'s, and what is left of a job that is killed again and again.
+"""`dovetail batch run`: its speed compared with `LLM.generate`, and the correctness of a job that is killed repeatedly.
 
     python -m bench.batch speed --workload nano                      # on a GPU, with random weights in the model's true shape
     python -m bench.batch speed --rows 200 --tokens 32               # the demo model, anywhere
@@ -47,7 +47,7 @@ RAY_ENDS_S = 10  # how long a cluster may take to end by itself
 
 
 def generated(config: Mapping[str, Any], work: Workload) -> list[float]:
-    """Seconds of `LLM.generate` for the workload, a run each, after one that isn't counted."""
+    """Return the seconds of `LLM.generate` for the workload, per run, after an uncounted one."""
     from dovetail import LLM, SamplingParams
 
     params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, seed=row) for row, (_, out) in enumerate(work.lens)]
@@ -62,7 +62,7 @@ def generated(config: Mapping[str, Any], work: Workload) -> list[float]:
 
 
 def batched(config: Mapping[str, Any], work: Workload, directory: Path, run: int) -> float:
-    """Seconds of a job of the same workload, from the engine's readiness to the last file."""
+    """Return the seconds of a job with the same workload, from the engine's readiness to the last file."""
     from dovetail_batch.job import load_plan
     from dovetail_batch.runner import run as run_job
 
@@ -108,7 +108,7 @@ def command(job: Path, environment: Mapping[str, str], stdout: int | None = None
 
 
 def verdict(answers: Path, rows: int, tokens: int) -> Counter[str]:
-    """Count what is wrong with the answers in a folder: rows that are lost, doubled, or answered with other tokens than their seeds'."""
+    """Count errors in the answers of a folder: rows that are lost, duplicated, or answered with other tokens than their seeds'."""
     times: Counter[int] = Counter()
     found: Counter[str] = Counter({"lost": 0, "doubled": 0, "wrong": 0})
     for path in sorted(answers.glob("part-*.jsonl")):
@@ -171,7 +171,7 @@ def killed(args: argparse.Namespace) -> None:
 
 
 class RayCluster:
-    """A cluster of Ray on this machine, for as long as the `with` block. Ray listens on all addresses, and asks for its token."""
+    """Ray cluster on this machine for the duration of the `with` block. Ray listens on all addresses, and requires its token."""
 
     def __init__(self, environment: Mapping[str, str], cpus: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -217,7 +217,7 @@ class RayCluster:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have."""
+    """Return the descendants of a process."""
     parents = {}
     for directory in Path("/proc").iterdir():
         if directory.name.isdecimal():
@@ -259,7 +259,7 @@ def main() -> None:
     dying.add_argument("--engines", type=int, default=1)
     dying.add_argument("--worker-kills", type=int, default=0, help="with --on ray: kills of processes of engines")
     dying.add_argument("--tokens", type=int, default=32)
-    dying.add_argument("--step-s", type=float, default=0.02, help="seconds that a step of the fake device takes")
+    dying.add_argument("--step-s", type=float, default=0.02, help="seconds per step of the fake device")
     dying.add_argument("--seed", type=int, default=0)
     dying.set_defaults(run=killed)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Compiles every kernel for GPUs that aren't there, and tells what each takes: shared memory, registers, and what these had no room for.
+"""Compiles every kernel for absent GPUs, and reports its resources: shared memory, registers, spills.
 
     python -m bench.compiles                                   # every architecture: for each kernel the most that any of its variants takes
     python -m bench.compiles --arch 75 89 --every              # two of them, a line for each variant
@@ -52,7 +52,7 @@ SAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Launches to compile for one architecture: of attention, or with no head size of all else."""
+    """Launches to compile for one architecture: of attention, or without a head size of everything else."""
 
     arch: int
     dtype: str
@@ -71,7 +71,7 @@ class Case:
 
 
 def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
-    """All that is served on an architecture: every dtype, every one of `head_sizes`; with windows, other groups and blocks for some."""
+    """Everything supported on an architecture: every dtype, all of `head_sizes`; with windows, other groups and blocks for some."""
     for dtype in DTYPES:
         if dtype == "bfloat16" and not GPUS[arch].has_bfloat16:
             continue
@@ -87,7 +87,7 @@ def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
 
 
 def compiled(case: Case) -> list[Compiled]:
-    """The kernels that its launches were compiled to."""
+    """Kernels compiled from its launches."""
     with compiling_for(case.arch) as kernels:
         if case.head_size is None:
             launch_layers(getattr(torch, case.dtype))
@@ -102,7 +102,7 @@ def compiled(case: Case) -> list[Compiled]:
 def launch_attention(
     dtype: str, head_size: int, group: int = 2, block_size: int = 16, window: int | None = None, brief: bool = False, fp8: bool = False
 ) -> None:
-    """A step of decodes with a shared prefix and of a prefill, as it is and as a graph of any such step; and all else that a cache needs."""
+    """A step of decodes with a shared prefix and a prefill, launched and as a graph; and all other kernels of a cache."""
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size, "float8_e4m3fn" if fp8 else None))
     heads = KV_HEADS * group
     layer = backend.make_layer(LayerSpec(0, heads, KV_HEADS, head_size, head_size**-0.5, window))
@@ -130,7 +130,7 @@ def launch_attention(
 
 
 def launch_layers(dtype: torch.dtype) -> None:
-    """A decoder's layers besides attention, of two sizes, for few tokens and many; and a step's two ends."""
+    """A decoder's layers besides attention, in two sizes, for few and many tokens; and the start and end of a step."""
     addresses, released = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     exchange = rank_sums.Exchange(addresses, addresses, addresses, released, 0)
     for hidden in HIDDEN:
@@ -152,7 +152,7 @@ def launch_layers(dtype: torch.dtype) -> None:
 
 
 def launch_formats(dtype: torch.dtype, arch: int) -> None:
-    """Products with weights of 8 and 4 bits, for one row and for more."""
+    """Products with 8-bit and 4-bit weights, for one row and more."""
     hidden, outputs = HIDDEN[0], 256
     int4 = streamed.Stored(torch.zeros(outputs, hidden // 2, dtype=torch.uint8), torch.zeros(hidden // 128, outputs).half(), None, hidden, 128)
     one_row_int4.linear(torch.zeros(1, hidden, dtype=dtype), int4)
@@ -198,7 +198,7 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
 
 
 def launch_sampling(dtype: torch.dtype) -> None:
-    """Rows that ask for everything of the sampler `default`, drawn as a step does it and as CUDA graphs do; and the log-probabilities of some."""
+    """Rows that use all features of the sampler `default`, drawn as in a step and in CUDA graphs; and log-probabilities of some."""
     rows = list(SAMPLED)
     history = RowHistory(*(torch.ones(size, dtype=torch.int32) for size in ((len(rows) + 1, 16), (len(rows) + 1,), (len(rows) + 1,))))
     sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, history))
@@ -213,7 +213,7 @@ def launch_sampling(dtype: torch.dtype) -> None:
 
 
 def entry_points() -> set[str]:
-    """Every kernel that anything launches, as the sources say it: its `Compiled.full_name`."""
+    """Return the `Compiled.full_name` of every kernel launched anywhere in the sources."""
     found = set()
     for path in (ROOT / top for top in ("core", "plugins", "apps")):
         for file in path.rglob("*.py"):
@@ -225,7 +225,7 @@ def entry_points() -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """The most that any variant of a kernel takes, and which one spills most."""
+    """Return the maximum resources over a kernel's variants, and the one that spills most."""
 
     shared_bytes: int
     registers: int
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(GPUS), default=sorted(GPUS))
     parser.add_argument("--head-sizes", type=int, nargs="+", choices=HEAD_SIZES, default=HEAD_SIZES, metavar="N")
-    parser.add_argument("--every", action="store_true", help="a line for each variant")
+    parser.add_argument("--every", action="store_true", help="print a line for each variant")
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args(arguments)
     for arch in options.arch:

@@ -1,4 +1,4 @@
-"""Compiling kernels for a GPU that isn't there: launches compile for it, down to its machine code, and then do nothing."""
+"""Compiles kernels for an absent GPU: launches compile down to its machine code, and then do nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """The result of compiling a launch: code for the device, and what that takes."""
+    """Result of compiling a launch: device code, and its resources."""
 
     module: str
     name: str
@@ -73,7 +73,7 @@ class NoDevice:
 
 
 class NoKernel:
-    """Stands where a compiled kernel is launched, and launches nothing."""
+    """Replaces the launch of a compiled kernel with a no-op."""
 
     function = packed_metadata = None
 
@@ -115,7 +115,7 @@ def compiling_for(arch: int, only: str | None = None) -> Iterator[list[Compiled]
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """A kernel's registers, and bytes in memory, of a thread."""
+    """Return a kernel's registers, and spilled bytes, per thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

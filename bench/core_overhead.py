@@ -1,4 +1,4 @@
-"""The core's own time a step: policy, books, batch, results, stop check and delta outputs, over an executor that does nothing.
+"""The core's own time per step: policy, accounting, batch, results, stop checks and delta outputs, with a no-op executor.
 
     python bench/core_overhead.py                   # 256 and 1,024 running decodes, short and long requests, ids only and with text
     python bench/core_overhead.py --json out.json
@@ -39,7 +39,7 @@ MAX_LEN = 32_768
 
 
 class NullExecutor(Executor):
-    """Every row yields a token at once; nothing is computed."""
+    """No-op executor: every row yields a token at once."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(NoOptions(), ExecutorContext(config=None, clock=WallClock()))  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ class NullExecutor(Executor):
 
 
 def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
-    """The engine as `LLMEngine.from_config` puts it together, but for the executor."""
+    """Return an engine assembled like in `LLMEngine.from_config`, except for the executor."""
     registry = Registry.discover()
     config = EngineConfig.load({"model": "demo", "max_num_seqs": num_seqs})
     num_blocks = num_seqs * (context + 1024) // BLOCK_SIZE + MAX_LEN // BLOCK_SIZE
@@ -78,7 +78,7 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
 
 
 def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
-    """Median milliseconds of a step in which all `num_seqs` requests decode."""
+    """Return the median milliseconds of a step in which all `num_seqs` requests decode."""
     engine = make_engine(num_seqs, context)
     params = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=text, output_kind=OutputKind.DELTA)
     for index in range(num_seqs):
@@ -96,7 +96,7 @@ def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
 
 
 def measure_prompts(hash: str, steps: int, prompts: int = 16, tokens: int = 2000) -> float:
-    """Median milliseconds of CPU time of a step that admits so many prompts and computes all of them, which takes the executor none."""
+    """Return the median CPU milliseconds of a step that admits and computes this many prompts, without the executor's time."""
     engine = make_engine(prompts, tokens, hash)
     params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
     times = []
@@ -111,7 +111,7 @@ def measure_prompts(hash: str, steps: int, prompts: int = 16, tokens: int = 2000
 
 
 async def streaming_seconds(num_seqs: int, context: int, tokens: int) -> float:
-    """How long `num_seqs` answers of so many tokens take, from the first request to the last token read."""
+    """Return the time of `num_seqs` answers of this many tokens, from the first request to the last token read."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA)
     async with AsyncLLMEngine(make_engine(num_seqs, context)) as engine:
 
@@ -125,7 +125,7 @@ async def streaming_seconds(num_seqs: int, context: int, tokens: int) -> float:
 
 
 def measure_streamed(num_seqs: int, context: int, steps: int) -> float:
-    """Mean milliseconds of a step of `num_seqs` streamed answers: what `steps` more of them take."""
+    """Return the mean milliseconds of a step of `num_seqs` streamed answers, measured over `steps` additional steps."""
     short, long = (asyncio.run(streaming_seconds(num_seqs, context, tokens)) for tokens in (20, 20 + steps))
     return (long - short) / steps * 1e3
 

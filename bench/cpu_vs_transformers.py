@@ -1,4 +1,4 @@
-"""Dovetail against transformers' `generate` on this machine's CPU, float32, greedy, the same weights and work in one process.
+"""Dovetail compared with transformers' `generate` on this machine's CPU: float32, greedy, the same weights and work in one process.
 
     python bench/cpu_vs_transformers.py              # both comparisons
     python bench/cpu_vs_transformers.py --only 5m    # or 0.6b
@@ -89,7 +89,7 @@ def run_transformers(model: torch.nn.Module, work: Work, batch_size: int) -> flo
 
 
 def alternate(ours: Callable[[], float], theirs: Callable[[], float], runs: int) -> tuple[float, float]:
-    """Medians of both, in turn, after a warm-up of each."""
+    """Return the medians of both, run alternately after a warm-up of each."""
     ours(), theirs()
     pairs = [(ours(), theirs()) for _ in range(runs)]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)

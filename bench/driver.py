@@ -1,4 +1,4 @@
-"""An engine under a load that doesn't wait for it: requests come at their own times, and each token is stamped when the engine hands it over.
+"""Runs an engine under open-loop load: requests arrive at their own times, and each token is timestamped when the engine delivers it.
 
 What is noted lies in arrays: elsewhere clients are processes of their own, and here the garbage collector would go through their lists while a step
 waits.
@@ -43,13 +43,13 @@ class Timeline:
         return (self.stamps[-1] - self.stamps[0]) / (len(self.stamps) - 1)
 
     def gaps(self, since: float = -np.inf, until: float = np.inf) -> list[float]:
-        """Seconds between tokens of which the later came in [since, until)."""
+        """Return inter-token latencies whose second token arrived in [since, until)."""
         return [later - earlier for earlier, later in pairwise(self.stamps) if since <= later < until]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step, by what it computed and where its time went."""
+    """A step, with its computed tokens and a breakdown of its time."""
 
     ended: float  # on the engine's clock: when its tokens were handed over
     since_last_s: float  # the tokens of the step before
@@ -62,7 +62,7 @@ class StepTime:
 
 
 class CollectorTime:
-    """Adds up what the garbage collector takes, from when it is made."""
+    """Sums the garbage collector's time from its creation on."""
 
     def __init__(self) -> None:
         self.seconds, self._begun = 0.0, 0.0
@@ -104,12 +104,12 @@ class Driver:
         self._count = 0
 
     def schedule(self, kind: str, arrival: float, prompt: Sequence[int], output_tokens: int, then: Callable[[float], None] | None = None) -> None:
-        """`then` is called with the time when the request has finished."""
+        """Add a request. `then` is called with the time at which it finished."""
         heapq.heappush(self._due, Due(arrival, self._count, kind, prompt, output_tokens, then))
         self._count += 1
 
     def run(self, until: float = np.inf) -> None:
-        """Run until all is done or the clock reaches `until`; requests that are running then go on at the next call."""
+        """Run until everything has finished or the clock reaches `until`; running requests continue in the next call."""
         while (self._due or self._running) and self.engine.now() < until:
             self._hand_over()
             if self._running:
@@ -122,12 +122,12 @@ class Driver:
 
     @property
     def steps(self) -> list[StepTime]:
-        """Times of all steps so far."""
+        """Return the times of all steps so far."""
         rows = np.frombuffer(self._steps.tobytes()).reshape(-1, len(fields(StepTime)))
         return [StepTime(*row[:-2], *map(int, row[-2:])) for row in rows.tolist()]
 
     def longest(self, count: int, since: float, until: float) -> list[StepTime]:
-        """The steps in [since, until) for which those who stream waited longest."""
+        """Return the steps in [since, until) with the longest waits of streaming requests."""
         steps = [step for step in self.steps if since <= step.ended < until and step.decode_tokens]
         return heapq.nlargest(count, steps, key=lambda step: step.since_last_s)
 
@@ -159,7 +159,7 @@ class Driver:
         self._note(now)
 
     def _note(self, now: float) -> None:
-        """Record the times of the step that has just been handed over, if there was one."""
+        """Record the times of the step that was just submitted, if any."""
         before, stats, last = self._before, self.engine.stats(), self._stepped
         if stats.steps > before.steps:
             self._before, self._stepped = stats, now
@@ -181,7 +181,7 @@ def quantiles(seconds: Iterable[float]) -> dict[str, float]:
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times of arrivals in [0, seconds), of `rate` a second on average."""
+    """Return Poisson arrival times in [0, seconds), with `rate` per second on average."""
     rng, times, at = random.Random(seed), [], 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
         times.append(at)

@@ -1,4 +1,4 @@
-"""The engines that `bench/throughput.py` can run a workload through, in one run: ours, and others that are importable.
+"""Engines that `bench/throughput.py` can compare in one run: Dovetail, and other importable ones.
 
 Each adapter says its engine's own words for the same work: random weights in the model's true shape, bfloat16, the workload's lengths whatever the
 tokens, and as many requests at once as the workload asks for; everything else is the engine's default.
@@ -102,12 +102,12 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any], com
 
 
 def run_dovetail_transformers(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    """Our engine with transformers' module code, instead of the native model."""
+    """Dovetail with transformers' module code instead of the native model."""
     return run_dovetail(work, directory, overrides, "transformers")
 
 
 def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    """It has no random weights of its own: where a checkpoint lacks them, it computes with whatever lies in memory."""
+    """It has no random weights of its own: without a checkpoint, it computes with uninitialized memory."""
     from nanovllm import LLM, SamplingParams
 
     if not list(directory.glob("*.safetensors")):
@@ -145,7 +145,7 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
 
 
 def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    """Its continuous batching, with the attention that it chooses; text is made of the tokens at the end."""
+    """Its continuous batching, with its default attention; tokens are decoded to text at the end."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""All that docs/performance.md and its two sisters say of a GPU, in one call: the tests that need one, then every measurement, part by part.
+"""Reproduces all GPU figures of docs/performance.md and its two companion pages in one call: the tests that need a GPU, then every measurement.
 
     python -m bench.everything --list                                      # the parts, and the seconds that each may take
     python -m bench.everything --out DIR                                   # all of them
@@ -35,7 +35,7 @@ FIGURES, FOLDER = "{json}", "{folder}"  # in a command: the part's JSON file, an
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command of Python's, without `python`, and the seconds that it may take: then it is stopped."""
+    """A Python command, without `python`, and its time limit in seconds."""
 
     name: str
     command: tuple[str, ...]
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The result of a part: its exit status, or None if its time was up."""
+    """Result of a part: its exit status, or None if it timed out."""
 
     status: int | None
     seconds: float
@@ -83,7 +83,7 @@ PARTS = (
 
 
 class Folder:
-    """The folder of the results."""
+    """Folder of results."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._parts = path, path / "parts.json"
@@ -95,7 +95,7 @@ class Folder:
         return part.name in self.ended and self.ended[part.name].status == 0
 
     def run(self, part: Part) -> Ended:
-        """Run it, and write down how it ended."""
+        """Run a part, and record how it ended."""
         places = {FIGURES: str(self.path / f"{part.name}.json"), FOLDER: str(self.path / part.name)}
         command = [sys.executable, *(places.get(word, word) for word in part.command)]
         begun = time.monotonic()
@@ -117,7 +117,7 @@ class Folder:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask it, so that it can stop what it has started; then kill what is left of its session."""
+    """Terminate it, so that it can stop its children; then kill the rest of its session."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
@@ -127,7 +127,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def chosen(wanted: Sequence[str] | None, among: Sequence[Part]) -> list[Part]:
-    """Return the parts that were asked for, in the order of `among`. Ends the program if a name is not that of a part."""
+    """Return the requested parts, in the order of `among`. Exits if a name is unknown."""
     for name in wanted or ():
         if not any(part.matches(name) for part in among):
             raise SystemExit(f"--parts {name}: no such part; there are {', '.join(part.name for part in among)}")
@@ -139,11 +139,11 @@ def main() -> None:
 
 
 def run_parts(among: Sequence[Part], description: str | None) -> None:
-    """The program: read the command line, and run the parts that it asks for."""
+    """Read the command line, and run the requested parts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results are, and go")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of results")
     parser.add_argument("--parts", nargs="+", metavar="PART")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of all parts together")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit of all parts together")
     parser.add_argument("--again", action="store_true", help="run parts that have passed already, too")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()

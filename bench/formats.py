@@ -89,7 +89,7 @@ def every(shapes: Sequence[str]) -> list[tuple[str, Product]]:
 
 
 def weight_of(form: WeightFormat, product: Product) -> Any:
-    """Random numbers, quantized to the format."""
+    """Return random weights, quantized to the format."""
     shape = (product.stored_outputs, product.inputs)
     context = BuildContext(SINGLE, DTYPE, DEVICE, lambda spec: None)  # type: ignore[arg-type, return-value]
     weight: Any = form.allocate(Weight(shape, {None: Part(shape, 0, 0, shape[0])}, context, later=True), DEVICE)
@@ -103,7 +103,7 @@ def bytes_of(weight: Any) -> int:
 
 
 def exact(form: WeightFormat, product: Product, x: torch.Tensor, weight: Any) -> torch.Tensor:
-    """Dequantized and multiplied in float32."""
+    """Return the product, dequantized and computed in float32."""
     y = x.float() @ form.dequantized(weight).t()
     if product.gated:
         gate, up = y.chunk(2, dim=-1)
@@ -113,12 +113,12 @@ def exact(form: WeightFormat, product: Product, x: torch.Tensor, weight: Any) ->
 
 @cache
 def _stream_of(rows: int, outputs: int) -> torch.Tensor:
-    """Zeros, until something is added: made once, so that no time goes into that."""
+    """Zeros to add to: allocated once, to exclude that time."""
     return torch.zeros(rows, outputs, dtype=DTYPE, device=DEVICE)
 
 
 def as_chosen(form: WeightFormat, product: Product, x: torch.Tensor, weight: Any) -> torch.Tensor:
-    """Compute a layer. What is added in parts isn't added up here: the next norm does that, in any format."""
+    """Compute a layer. Partial sums aren't added up here: the next norm does that, for any format."""
     if not product.adds:
         return form.columns(weight, x, gated=product.gated)
     stream = Residual(_stream_of(len(x), product.outputs))
@@ -127,7 +127,7 @@ def as_chosen(form: WeightFormat, product: Product, x: torch.Tensor, weight: Any
 
 
 def kernels(form: WeightFormat, product: Product, rows: int) -> Iterator[tuple[str, Run, float]]:
-    """Every kernel that computes the product, with the bound of its error; the format's choice comes first."""
+    """Return every kernel that computes the product, with its error bound; the format's choice first."""
     gated = product.gated
     narrow = isinstance(form, Float8) and rows > 1  # at most: few rows of small layers aren't rounded
     yield "*", partial(as_chosen, form, product), NARROW if narrow else WIDE
@@ -231,7 +231,7 @@ def timed(run: Run, rows: int, product: Product, weights: list[Any]) -> float:
 
 
 class One(Quantization):
-    """Every linear layer in one format."""
+    """Return every linear layer in one format."""
 
     def __init__(self, form: WeightFormat) -> None:
         super().__init__(None)
@@ -375,7 +375,7 @@ def interpreting() -> Iterator[None]:
 
 
 def check() -> None:
-    """Small products of each format, in the interpreter."""
+    """Run small products of each format in the interpreter."""
     with interpreting():
         for product in (Product("columns", 64, 256), Product("gated", 64, 256, gated=True), Product("adds", 128, 512, adds=True)):
             for (label, form), rows in itertools.product(list(FORMATS.items())[1:], (1, 4, 20)):

@@ -1,4 +1,4 @@
-"""How quickly the host runs Python, and how evenly. Whoever shares its processors shows in all figures that the host has a part in.
+"""Measures how fast and how evenly the host runs Python. Other load on its cores affects all figures that involve the host.
 
 python -m bench.host
 """
@@ -15,7 +15,7 @@ WARM_UPS, LOOPS = 50, 200
 
 
 def work() -> int:
-    """Do what interpreters mostly do: additions, and writing to a dictionary."""
+    """Run a typical interpreter load: additions, and writing to a dictionary."""
     total, seen = 0, {}
     for index in range(ITERATIONS):
         seen[index & 255] = total

@@ -1,4 +1,4 @@
-"""The engine process's own time a step, with all running requests streamed to a front end, beside the offline engine's.
+"""The engine process's own time per step, with all running requests streamed to a front end, compared with the offline engine's.
 
     python bench/host_step.py            # 256 and 1,024 running decodes over an executor that does nothing, ids only
 
@@ -25,7 +25,7 @@ from dovetail_server.links import ZmqPost
 
 
 def read_and_drop(address: str, messages: list[bytes], over: threading.Event) -> None:
-    """Send the messages, and read what comes."""
+    """Send the messages, and read the responses."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(address)
@@ -38,7 +38,7 @@ def read_and_drop(address: str, messages: list[bytes], over: threading.Event) ->
 
 
 def measure_host(num_seqs: int, context: int, steps: int) -> float:
-    """Median milliseconds of a turn of the host's loop in which all `num_seqs` requests decode."""
+    """Return the median milliseconds of a turn of the host's loop in which all `num_seqs` requests decode."""
     engine = make_engine(num_seqs, context)
     core, intake = engine.core, engine._intake
     params = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=False)

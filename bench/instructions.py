@@ -1,4 +1,4 @@
-"""Counts the instructions that the kernels for one row issue for each weight, as ptxas compiles them: without any GPU.
+"""Counts the instructions per weight of the kernels for one row, as compiled by ptxas, without a GPU.
 
     python -m bench.instructions                          # the products of Qwen3-8B's layers, for an H200
     python -m bench.instructions --shape qwen3-0.6b --arch 89 --outputs 4 8 16
@@ -36,7 +36,7 @@ KINDS = ("IDP", "FFMA", "LOP3", "SHF", "PRMT", "HADD2", "F2FP", "HMMA", "LDG")  
 
 
 def instructions(cubin: bytes) -> Counter[str]:
-    """Return how often each kind of instruction stands in a kernel's machine code."""
+    """Return the number of instructions of each kind in a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -46,7 +46,7 @@ def instructions(cubin: bytes) -> Counter[str]:
 
 
 def launch_product(form: str, outputs: int, inputs: int, *, normed: bool, gated: bool, adds: bool, at_once: int | None) -> None:
-    """Launch one product of a layer; weights and inputs hold nothing."""
+    """Launch one product of a layer with empty weights and inputs."""
     x, out = torch.empty(1, inputs, dtype=DTYPE), torch.empty(1, outputs, dtype=DTYPE) if adds else None
     norm = (torch.empty(inputs, dtype=DTYPE), 1e-6) if normed else None
     if form.startswith("int4"):
@@ -77,7 +77,7 @@ def products(name: str) -> Iterator[tuple[str, int, int, dict[str, bool]]]:
 
 
 def compiled(arch: int, form: str, outputs: int, inputs: int, around: dict[str, bool], at_once: int | None) -> tuple[Compiled, int]:
-    """The kernel of a product, and how many programs compute it."""
+    """Return the kernel of a product, and its number of programs."""
     grids = []
 
     def noting(kernel: Any, grid: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""The kernels of `dovetail.nn` and of the sampler beside their twins in plain torch: how exact both are, how long they take, bytes a second.
+"""Compares the kernels of `dovetail.nn` and of the sampler with their twins in plain torch: accuracy, time, bytes per second.
 
     python -m bench.kernels                 # check, then time; needs a GPU
     python -m bench.kernels --only check    # also without one: TRITON_INTERPRET=1, small and slow
@@ -57,7 +57,7 @@ Tensors = Sequence[torch.Tensor]
 
 @contextmanager
 def dispatching(to_kernels: bool) -> Iterator[None]:
-    """Within the context, all functions that choose between kernel and twin choose the one named."""
+    """Context in which all functions with a kernel and a twin use the given one."""
     modules = [import_module(name) for name in DISPATCHERS]
     before = [module.use_kernels for module in modules]
     for module in modules:
@@ -87,7 +87,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """One function at one size. Two draws of a type are equal."""
+    """One function at one size. Inputs are reproducible."""
 
     n: int  # tokens, or rows
 
@@ -97,7 +97,7 @@ class Case(ABC):
     @property
     @abstractmethod
     def numbers(self) -> int:
-        """The least count of numbers that must be read or written."""
+        """Minimum number of values to read or write."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class TurnAndWrite(Case):
 
 
 class PagedLayer(AttentionLayer):
-    """A cache as the triton backend has it, and the plainest way to write to it."""
+    """A cache like the triton backend's, with the simplest way to write to it."""
 
     def __init__(self, spec: LayerSpec, slots: torch.Tensor, dtype: torch.dtype) -> None:
         self.spec, self.slots = spec, slots
@@ -255,19 +255,19 @@ VOCAB = 151_936 if ON_GPU else 700
 
 
 def peaked_logits(rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Like a trained model's: most tokens hopeless, some thousand in a tail that falls off exponentially."""
+    """Return logits like a trained model's: most tokens negligible, some thousand in an exponential tail."""
     bulk = torch.randn(rows, VOCAB, device=DEVICE) * 2.5
     tail = torch.empty(rows, VOCAB, device=DEVICE).exponential_(0.4) * (torch.rand(rows, VOCAB, device=DEVICE) < 0.02)
     return (bulk + tail).to(dtype)
 
 
 def flat_logits(rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Like a model's with random weights."""
+    """Return logits like those of a model with random weights."""
     return (torch.randn(rows, VOCAB, device=DEVICE) * 0.3).to(dtype)
 
 
 def tied_logits(rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """All equal, so that the lowest ids are kept."""
+    """Return equal logits, so that the lowest ids are kept."""
     return torch.full((rows, VOCAB), 1.5, dtype=dtype, device=DEVICE)
 
 
@@ -285,7 +285,7 @@ def make_sampler(rows: int, samplings: Sequence[RowSampling]) -> DefaultSampler:
 
 
 def check_sampler() -> None:
-    """Tokens that differ from the twin's: rounding may decide between close winners, or which token is the last that top-p keeps."""
+    """Return the number of tokens that differ from the twin's: rounding may decide between close winners, or the last token of top-p."""
     rows = 256 if ON_GPU else 2 * len(SAMPLINGS)
     print(f"\n{f'sampler, tokens of {rows} rows that differ':38} {'':5} {'dtype':>9}")
     for dtype, shape in itertools.product(DTYPES, LOGITS):
@@ -296,7 +296,7 @@ def check_sampler() -> None:
 
 
 def different(rows: int, logits: torch.Tensor) -> list[int]:
-    """The rows whose token is another than the twin's; all ways of sampling occur."""
+    """Return the rows with another token than the twin's, over all ways of sampling."""
     sampler, index = make_sampler(rows, list(SAMPLINGS.values())), torch.arange(rows, device=DEVICE)
     device_rows, history = sampler._device_rows, sampler.context.history
     with dispatching(to_kernels=True):
@@ -359,7 +359,7 @@ def seconds_in_graph(calls: Sequence[Run]) -> float:
 
 
 def turns(size: int) -> int:
-    """Return how many inputs of so many bytes are used in turn."""
+    """Return the number of inputs of this size to use in turn."""
     return max(3, min(MAX_TURNS, ROTATED_BYTES // size))
 
 

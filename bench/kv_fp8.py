@@ -1,4 +1,4 @@
-"""K and V in FP8 beside bfloat16, on one GPU: whether the triton backend's kernels compute what the definition says, and how long each takes.
+"""K and V in FP8 compared with bfloat16 on one GPU: correctness of the triton backend's kernels, and their times.
 
     python -m bench.kv_fp8                  # both
     python -m bench.kv_fp8 --only exact     # or `decode`, `prefill`
@@ -44,7 +44,7 @@ def cases() -> Iterator[tuple[str, Case]]:
 
 
 def check_steps() -> None:
-    """Print the step that came nearest to the bound, and every one beyond it."""
+    """Print the step closest to the error bound, and all beyond it."""
     nearest, beyond, count = (0.0, ""), 0, 0
     for name, case in cases():
         bench = Stepped(lambda context: TritonAttention(NoOptions(), context), case)

@@ -1,4 +1,4 @@
-"""TTFT, TPOT and ITL of one engine on a GPU, under loads that don't wait for it.
+"""TTFT, TPOT and ITL of one engine on a GPU, under open-loop load.
 
     python -m bench.latency --rate 4 16 --overlap on off --json out.json      # Poisson arrivals
     python -m bench.latency --workload stall                                  # long prompts among 64 streamed answers
@@ -62,7 +62,7 @@ def warm_up(engine: LLMEngine, longest: int) -> None:
 
 
 class Split:
-    """The share of each part in the time of the steps since it was made."""
+    """Share of each part of the time of steps since its creation."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine, self._before, self._began = engine, engine.stats(), engine.now()
@@ -179,7 +179,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workload", choices=["poisson", "stall"], default="poisson")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--rate", nargs="+", type=float, default=[4.0, 16.0, 64.0], help="requests a second")
-    parser.add_argument("--seconds", type=float, default=30.0, help="how long requests, or long prompts, come")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of arrivals, or of long prompts")
     parser.add_argument("--prompt", type=int, default=512, help="tokens, on average")
     parser.add_argument("--output", type=int, default=128, help="tokens, on average")
     parser.add_argument("--overlap", nargs="+", choices=["on", "off"], default=["on", "off"])

@@ -20,7 +20,7 @@ class Limits:
 
 
 def require_gpu() -> None:
-    """End the program where there is none."""
+    """Exit if there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit(f"this measures a GPU, and torch {torch.__version__} sees none")
 
@@ -40,7 +40,7 @@ def seconds(run: Callable[[], object], repeat: int = 20, warm_ups: int = 3) -> f
 
 
 def sustained_seconds(run: Callable[[], object], for_s: float = 1.0) -> float:
-    """Device time of one run among so many that the clocks have settled."""
+    """Return the device time of one run, after clocks have settled."""
     count = max(1, round(for_s / seconds(run)))
 
     def all_runs() -> None:

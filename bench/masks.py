@@ -1,4 +1,4 @@
-"""Time of token masks alone, without a GPU or a model: one answer, and many together, for the ten schemas of `bench/schemas.py`.
+"""Time of token masks, without a GPU or a model: one answer, and many together, for the ten schemas of `bench/schemas.py`.
 
     python -m bench.masks --tokenizer DIRECTORY                              # of a model: tokenizer.json and tokenizer_config.json, such as Qwen3's
     python -m bench.masks --tokenizer DIRECTORY --grammar llguidance xgrammar --schemas tags call --json out.json

@@ -18,7 +18,7 @@ FIELDS = "clocks.sm,power.draw.instant,clocks_event_reasons.sw_power_cap"
 
 
 class PowerWatch:
-    """Asks `nvidia-smi` again and again while its context lasts."""
+    """Polls `nvidia-smi` within its context."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -56,7 +56,7 @@ class PowerWatch:
 
 
 def _read(line: str) -> tuple[float, float, bool] | None:
-    """A line that was cut off, or says that something can't be had, is none."""
+    """Parse a line; None if it is truncated or has missing values."""
     try:
         clock, watts, limited = line.split(", ")
         return float(clock), float(watts), {"Active": True, "Not Active": False}[limited.strip()]

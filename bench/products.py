@@ -69,14 +69,14 @@ class NoAttention(AttentionLayer):
 
 @dataclass(slots=True)
 class Choice:
-    """The kernels that linear layers may take, by the names of `PRODUCTS`."""
+    """Kernels that linear layers may use, by the names of `PRODUCTS`."""
 
     left_to_torch: frozenset[str] = frozenset()
     tilings: dict[str, few_rows.Tiling] | None = None  # else what `few_rows.tiling_for` says
 
 
 class Layers:
-    """Enough layers of a model that their weights don't stay in the GPU's cache."""
+    """Enough layers of a model that their weights don't fit in the GPU's cache."""
 
     def __init__(self, shape: Shape) -> None:
         count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
@@ -98,7 +98,7 @@ class Layers:
 
     @contextmanager
     def taking(self, choice: Choice) -> Iterator[None]:
-        """Within the context, layers get the kernels that `choice` names."""
+        """Context in which layers use the kernels in `choice`."""
 
         def unless_left(kernel_for: Callable[..., Any]) -> Callable[..., Any]:
             def decide(rows: int, weight: torch.Tensor, *around: bool, **named: bool) -> Any:

@@ -1,4 +1,4 @@
-"""How long a decode step takes on a GPU, and in which kernels.
+"""Profiles a decode step on a GPU by kernel.
 
 python -m bench.profile_decode --rows 1 8 256 --context 800
 """

@@ -1,4 +1,4 @@
-"""Helpers of the checks: their command line, and a table of figures against the expected ones."""
+"""Helpers of the checks: command line, and a table of actual and expected figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A simulated number beside the measured one. `within`: the largest relative difference that will do."""
+    """A simulated and a measured number. `within`: maximum relative difference."""
 
     name: str
     simulated: float
@@ -33,7 +33,7 @@ class Figure:
 
 
 def print_figures(title: str, figures: list[Figure]) -> bool:
-    """Every figure, also those that miss; whether all hold."""
+    """Print every figure; return True if all are within bounds."""
     print(f"\n{title}")
     print(f"  {'':34}{'simulated':>12}{'measured':>12}{'off by':>9}")
     for figure in figures:

@@ -1,4 +1,4 @@
-"""Mooncake's conversation trace through the KV-cache manager `prefix`, one request at a time: what a cache of a given size finds again.
+"""Mooncake's conversation trace through the KV-cache manager `prefix`, one request at a time: hit rates by cache size.
 
     python -m bench.lab.mooncake_cache --traces DIR                 # a minute or two
     python -m bench.lab.mooncake_cache --traces DIR --blocks 2929
@@ -26,7 +26,7 @@ SHARE_OF_ENDLESS = {5_859: 0.377}  # blocks -> hits, of an endless cache's
 
 
 def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
-    """Prompt tokens found in the cache, and all of them."""
+    """Return the prompt tokens found in the cache, and their total."""
     manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((KVGroup((0,), None, 1),), BLOCK_SIZE, "none"), num_blocks))
     params = SamplingParams(max_tokens=1)
     found = total = 0

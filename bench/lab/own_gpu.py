@@ -1,4 +1,4 @@
-"""Does the simulation tell what a real run will be like? Calibrate on this machine's GPU, run other workloads and policies on it, simulate the same.
+"""Validates simulations against real runs: calibrates on this machine's GPU, runs other workloads and policies on it, and simulates them.
 
     python -m bench.lab.own_gpu --out DIR                          # Qwen3-0.6B's shape: calibrate, run, compare
     python -m bench.lab.own_gpu --out DIR --shape qwen3-8b         # calibrate only
@@ -9,8 +9,8 @@ Of what was measured the median over the real runs of a case counts, and of what
 
 Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on, prefix reuse on (nobody shares a prefix), blocks as
 the attention backend likes them. Calibration sees its grid, and a short workload unlike these. A run's first seconds are not compared: kernels are
-compiled then.
-The profiles that the lab ships are what this leaves: tar xzf DIR/own.tgz -C apps/lab/dovetail_lab/profiles --wildcards 'h200-*.json'.
+compiled then. The profiles that the lab ships are what this leaves: tar xzf DIR/own.tgz -C apps/lab/dovetail_lab/profiles --wildcards
+'h200-*.json'.
 
 DIR gets one file, own.tgz, which every invocation adds to, after each stage: the profile, every step that was sighted while it was measured, each
 run, real and simulated, and results.json.
@@ -69,9 +69,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--shape", default=CASES_SHAPE, help="of bench/shapes.py; all: each of them, one after the other")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="default: the first two for qwen3-0.6b, none for others")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each real run")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each real run")
     parser.add_argument("--runs", type=int, default=3, help="of each case")
-    parser.add_argument("--time-limit", type=float, default=46.0, help="seconds that the calibration may measure")
+    parser.add_argument("--time-limit", type=float, default=46.0, help="time limit of the calibration in seconds")
     parser.add_argument("--again", action="store_true", help="measure nothing: fit and simulate what DIR/own.tgz holds")
     args = parser.parse_args()
     shapes = known_shapes() if args.shape == "all" else [args.shape]
@@ -86,7 +86,7 @@ def known_shapes() -> list[str]:
 
 
 def calibrated(shape: str, args: argparse.Namespace) -> bool:
-    """Measure a shape, or fit anew what was measured of it, and compare the cases. Return True if all figures hold."""
+    """Measure a shape, or refit earlier measurements, and compare the cases. Return True if all figures are within bounds."""
     cases = args.cases if args.cases is not None else list(CASES)[:2] if shape == CASES_SHAPE else []
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
         archive = Archive(args.out / "own.tgz", Path(folder))

@@ -1,4 +1,4 @@
-"""Policies of other engines, which only a comparison with their measurements needs: how they get into a simulation."""
+"""Adds policies of other engines to a simulation, for comparison with their measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the roofline model is from step times that were measured.
+"""Error of the roofline model on measured step times.
 
     python -m bench.lab.roofline_error --traces DIR             # half a minute
     python -m bench.lab.roofline_error --traces DIR --fit       # find its constants anew, on `FITTED` alone: two minutes
@@ -65,7 +65,7 @@ SPLITWISE = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Steps of one engine, model and machine. `launches`: it records no graphs."""
+    """Steps of one engine, model and machine. `launches`: without recorded graphs."""
 
     name: str
     model: Config

@@ -31,7 +31,7 @@ BUDGET_S, START_BUDGET_S = 60.0, 1.0
 
 
 def start_seconds() -> float:
-    """From nothing to the first simulated token, in a process of its own."""
+    """Return the time from process start to the first simulated token."""
     code = (
         "from dovetail_lab.simulate import replay; from dovetail_lab.traces import Trace, TraceRequest; "
         f"replay({ENGINE!r}, Trace('one', 'one', (TraceRequest('0', 0.0, 10, 1),)))"
@@ -60,7 +60,7 @@ def run_seconds(path: Path, requests: int | None) -> tuple[float, str]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--requests", type=int, help="number of requests to simulate")
     parser.add_argument("--twice", action="store_true", help="run twice and compare the bytes")
     parser.add_argument("--trace-calls", action="store_true", help="profile it, which takes three times as long")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""vLLM's scheduler (v1, 0.19) as a policy of ours: what runs first, whom it preempts, when it admits. `vllm_measured.py` simulates with it.
+"""vLLM's scheduler (v1, 0.19) as a policy: order, preemption and admission. Used by `vllm_measured.py`.
 
 Requests that run come first, in the order in which they were admitted, decodes and chunks of prompts alike. Whoever lacks a block takes those of the
 request that was admitted last, until that is itself. Then waiting requests are admitted in turn, those that were preempted before all others, unless
