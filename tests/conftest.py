@@ -51,6 +51,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def nothing_is_kept_for_the_next_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
+
+
+@pytest.fixture(autouse=True, scope="session")
 def imported_things_are_counted_once() -> Iterator[None]:
     with count_once():
         yield

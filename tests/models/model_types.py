@@ -6,10 +6,12 @@ python -m tests.models.model_types mixtral gpt2    # tries some and prints what 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -41,7 +43,7 @@ def verdict(model_type: str) -> str:
         reference = random_model(config)
     except Exception:
         return "not tried: no small config was found"
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, patch.dict(os.environ, XDG_CACHE_HOME=f"{directory}/cache"):
         reference.save_pretrained(directory)
         try:
             engine = LLMEngine.from_config(

@@ -7,7 +7,7 @@ tensor-parallel, over a group that may have a single rank.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -74,6 +74,7 @@ class BuildContext:
     make_attention: Callable[[LayerSpec], AttentionLayer]
     max_len: int | None = None  # tokens of the longest sequence that will run; None: the model's maximum
     weights_later: bool = False  # weights of linear layers of `dovetail.nn` are allocated after `build`, in the checkpoint's format
+    environment: str = ""  # names what else changes the numbers: device, attention backend, dtype of the KV cache, quantization, graphs
 
 
 class CausalLM(Protocol):
@@ -102,6 +103,25 @@ class LoadsItself(Protocol):
 
     def load_checkpoint(self, directory: Path | None, seed: int) -> None:
         """Load the weights from `directory`; None: random weights, the same for the same seed. Raises `ModelLoadError` or `UnsupportedError`."""
+
+
+class TrialRun(Protocol):
+    """Computes tokens as those of requests are computed, before the first request. Every rank calls it alike."""
+
+    rounds_kv: bool  # K and V are stored in a smaller dtype than the model's
+
+    def __call__(self, sequences: Sequence[Sequence[int]], first: int, *, recorded: bool = True) -> list[list[tuple[int, float]]]:
+        """Compute the first `first` tokens of `sequences`, which are of equal length, in one step or a few, and the rest token by token. Return for
+        each sequence, and each of its tokens from number `first` on, the most likely next token and its log-probability. `recorded`: use recorded
+        graphs where there are any."""
+
+
+@runtime_checkable
+class VerifiesItself(Protocol):
+    """`CausalLM` that compares what an executor computes with what it expects."""
+
+    def verify(self, run: TrialRun) -> None:
+        """Called once all is ready to run, before the first request. Raises `UnsupportedError` if the numbers are wrong."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,10 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     quantizations: tuple[QuantizationRef, ...] = (),
+    environment: str = "",
 ) -> LoadedModel:
-    """Build the architecture that serves this directory and load its weights (random ones for `load_format: dummy`).
+    """Build the architecture that serves this directory and load its weights (random ones for `load_format: dummy`). `environment`: see
+    `BuildContext`; the quantization is added.
 
     Raises `ModelLoadError` for unusable files, `UnsupportedError` if no architecture in `models` can serve the config, or none of `quantizations`
     its weights, and `ConfigError` if `config.quantization` contradicts the checkpoint's.
@@ -47,7 +49,9 @@ def load_model(
     dtype = resolve_dtype(config.dtype, hf_config, device)
     max_model_len = resolve_max_model_len(config.max_model_len, hf_config)
     later = quantization is not None
-    module = arch.build(hf_config, BuildContext(parallel, dtype, device, make_attention, max_len=max_model_len, weights_later=later))
+    built_for = f"{environment}, {'plain' if quantization is None else quantization}"
+    context = BuildContext(parallel, dtype, device, make_attention, max_len=max_model_len, weights_later=later, environment=built_for)
+    module = arch.build(hf_config, context)
     if quantization is not None:
         place_weights(module, quantization, device)
     if isinstance(module, LoadsItself):

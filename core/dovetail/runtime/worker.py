@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend
 from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVLayout
-from dovetail.api.model import ParallelGroup
+from dovetail.api.model import ParallelGroup, VerifiesItself
 from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.moe import Experts
@@ -31,6 +31,7 @@ from dovetail.runtime.quantization import choose_quantization
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
 from dovetail.runtime.step_graphs import StepGraphs
+from dovetail.runtime.trial import TrialRun
 
 
 class Worker:
@@ -80,7 +81,10 @@ class Worker:
             self._scales = CacheScales(device, calibrate=config.kv_cache_scales == "calibrate")
         scaled = chosen.backend.make_layer if self._scales is None else self._scales.wrap(chosen.backend.make_layer)
         make_layer, told = splitter.wrap(scaled), self.context.progress
-        model = load_model(config.model, config, self.context.models, make_layer, self.group, device, told, self.context.quantizations)
+        graphs = "graphs" if config.cuda_graphs else "no graphs"
+        environment = f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
+        formats = self.context.quantizations
+        model = load_model(config.model, config, self.context.models, make_layer, self.group, device, told, formats, environment)
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
         self.runner = self._make_runner(model, chosen.backend, layout, device)
@@ -110,11 +114,14 @@ class Worker:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV pool, of `num_blocks` blocks, and record the CUDA graphs. Raises `DovetailError` if `load` hasn't been called."""
+        """Make the KV pool, of `num_blocks` blocks, record the CUDA graphs, and let a model that verifies itself do so. Raises `DovetailError` if
+        `load` hasn't been called, and `UnsupportedError` if such a model computes wrong numbers."""
         runner = self._running()
         self._make_pool(num_blocks)
         if self._graphs is not None:
             self._graphs.capture(self.context.progress)
+        if isinstance(runner.model, VerifiesItself):
+            runner.model.verify(TrialRun(runner, num_blocks, self.context.config.max_num_batched_tokens, rounds_kv=self._scales is not None))
         if runner.device.type == "cuda":
             gc.freeze()  # and what compiling kernels and recording left
 

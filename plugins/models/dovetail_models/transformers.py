@@ -24,14 +24,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelContext, ParallelGroup, WeightRule
+from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup, TrialRun, WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.stored import StoredWeight
-from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.weights import dummy_weights, load_weights, random_numbers, some_of
 from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, one_line, specs_of, trace
-from dovetail_models.transformers_check import check
-from dovetail_models.transformers_layers import Layers, OwnHead, Seen, find_layers, watching
+from dovetail_models.transformers_check import check, check_logprobs, trial_tokens, whole_logprobs
+from dovetail_models.transformers_layers import Layers, OwnHead, Seen, find_layers, reasons_against_split, spec_of_rank, watching
+from dovetail_models.transformers_verdicts import Verdict
 
 log = logging.getLogger("dovetail")
 
@@ -44,8 +44,6 @@ _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the lo
 
 class Transformers(ModelArch):
     """Serves every causal language model of transformers that passes the check."""
-
-    capabilities = ModelCapabilities(tensor_parallel=False)
 
     def __init__(self, options: NoOptions, context: ModelContext) -> None:
         super().__init__(options, context)
@@ -70,16 +68,16 @@ class Transformers(ModelArch):
         return reasons
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        return specs_of(self._trace(config).calls)
+        return [spec_of_rank(spec, parallel) for spec in specs_of(self._trace(config).calls)]
 
     def build(self, config: Any, context: BuildContext) -> nn.Module:
-        if context.parallel.size > 1:
-            raise UnsupportedError("a model through transformers runs on one GPU; set tensor_parallel_size to 1")
         traced = self._trace(config)
         max_len = context.max_len or int(config.max_position_embeddings)
         _check_rope(config, max_len)
         with full_float32():
             layers = find_layers(traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps)
+        if context.parallel.size > 1 and (reasons := reasons_against_split(traced.base, traced.calls, layers, config.base_model_tp_plan)):
+            raise UnsupportedError(f"{type(traced.model).__name__} can't be split over ranks through transformers: {'; '.join(reasons)}")
         return TransformersModel(config, traced, layers, context, max_len)
 
     def _trace(self, config: Any) -> Traced:
@@ -130,9 +128,13 @@ class TransformersModel(nn.Module):
         self.config, self._layers, self._context, self._max_len = config, layers, context, max_len
         self._prefix, self._calls = traced.prefix, traced.calls
         self._shortened = _shortened(config, traced.base, traced.calls)
-        self._attention = [context.make_attention(spec) for spec in specs_of(traced.calls)]
+        self._attention = [context.make_attention(spec_of_rank(spec, context.parallel)) for spec in specs_of(traced.calls)]
         self._own = {found.name: found.make(context) for found in layers.found}
         self.own = nn.ModuleList(self._own.values())
+        of_rank = (context.parallel.rank, context.parallel.size)
+        self._verdict = Verdict(config, {"in": context.environment, "dtype": str(context.dtype), "max_len": max_len, "rank": of_rank})
+        self._to_verify = False
+        self._expected: torch.Tensor | None = None  # log-probabilities of `trial_tokens`
 
     def load_checkpoint(self, directory: Path | None, seed: int) -> None:
         """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` for a checkpoint that doesn't fit, and `UnsupportedError` if
@@ -142,11 +144,22 @@ class TransformersModel(nn.Module):
             dummy_weights(self, seed)
             self.model = _skeleton(self.config, dtype)
         else:
+            if self._context.parallel.size > 1 and not self._is_plain():
+                raise UnsupportedError("a quantized model through transformers runs on one GPU: set tensor_parallel_size to 1")
             stored = [rule for rule in self.weights() if _is_stored(rule)]
             if stored:
                 load_weights(_Rules(stored), directory, partly=True)
-            self._prove(directory, stored)
+            verdict = self._verdict.read()
+            self._to_verify = self._on_any_rank(verdict is None)
+            if self._to_verify:
+                self._prove(directory, stored)
+            elif verdict is False:
+                self._leave_layers()
             self.model = _loaded(self.config, directory, dtype, stored)
+            if self._to_verify and self._is_plain():
+                self.model.set_attn_implementation("eager")
+                self._expected = whole_logprobs(self.model, trial_tokens(self.config.vocab_size, self._max_len), device)
+                self.model.set_attn_implementation(NAME)
             for rule in self.weights():
                 if not _is_stored(rule):
                     rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
@@ -161,6 +174,19 @@ class TransformersModel(nn.Module):
         self.model.to(device)
         bind(self._base, self._calls, self._attention)
         self._head = head_of(self.model)
+
+    def verify(self, run: TrialRun) -> None:
+        """Compare the whole model, in its dtype, with what transformers computes; quantized, or with a smaller cache, with itself, launched kernel by
+        kernel. Then keep the verdict of all checks."""
+        if not self._to_verify:
+            return
+        tokens = trial_tokens(self.config.vocab_size, self._max_len)
+        difference = check_logprobs(run, tokens, None if run.rounds_kv else self._expected)
+        self._expected = None
+        if self._on_any_rank(difference is not None):
+            raise UnsupportedError(f"{type(self.model).__name__} can't be served through transformers: {difference or 'another rank refuses it'}")
+        self._to_verify = False
+        self._verdict.write(replaced=bool(self._layers.found))
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         hidden = _states(self._base, self._layers, token_ids, positions)
@@ -186,21 +212,38 @@ class TransformersModel(nn.Module):
                 part, weight = rule.parameter.parts[rule.shard_id], rule.parameter
                 parameters[rule.source].data.copy_(part.place(weight.format.dequantized(weight)))
         alone.set_attn_implementation("eager")
+        specs = [spec_of_rank(spec, self._context.parallel) for spec in specs_of(calls)]
         lengths = sorted({1, min(33, self._max_len), min(_longest_needed(self.config, calls), self._max_len)})
-        difference = self._difference(alone, self._layers, calls, lengths)
-        plain = not any(isinstance(rule.parameter, StoredWeight) for rule in self.weights())
-        if difference is not None and plain and self._layers.found and self._difference(alone, Layers(), calls, lengths) is None:
+        difference = self._difference(alone, self._layers, calls, specs, lengths)
+        may_leave = self._is_plain() and self._layers.found and self._context.parallel.size == 1
+        if difference is not None and may_leave and self._difference(alone, Layers(), calls, specs, lengths) is None:
             log.warning("%s: none of its layers is replaced by a faster one, with which %s", type(alone).__name__, difference)
-            self._layers, self._own, self.own = Layers(), {}, nn.ModuleList()
-        elif difference is not None:
-            raise UnsupportedError(f"{type(alone).__name__} can't be served through transformers: {difference}")
+            self._leave_layers()
+        elif self._on_any_rank(difference is not None):
+            raise UnsupportedError(f"{type(alone).__name__} can't be served through transformers: {difference or 'another rank refuses it'}")
 
-    def _difference(self, alone: PreTrainedModel, layers: Layers, calls: list[AttentionCall], lengths: list[int]) -> str | None:
+    def _is_plain(self) -> bool:
+        """Return False if a weight of the replaced layers is stored in another format than plain numbers."""
+        return not any(isinstance(rule.parameter, StoredWeight) for rule in self.weights())
+
+    def _leave_layers(self) -> None:
+        self._layers, self._own, self.own = Layers(), {}, nn.ModuleList()
+
+    def _on_any_rank(self, said: bool) -> bool:
+        """Return True, on all ranks, if `said` is True on one of them."""
+        group = self._context.parallel
+        if group.size == 1:
+            return said
+        return bool(group.all_reduce(torch.tensor([float(said)], device=self._context.device)).item())
+
+    def _difference(
+        self, alone: PreTrainedModel, layers: Layers, calls: list[AttentionCall], specs: Sequence[LayerSpec], lengths: list[int]
+    ) -> str | None:
         """Return how the states of `alone` differ from those of the same model in ragged batches, with `layers`; None: not at all."""
         batched = copy.deepcopy(alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())})
         batched.set_attn_implementation(NAME)
         base, base_alone = _base_of(batched), _base_of(alone)
-        context = replace(self._context, dtype=torch.float32, parallel=SINGLE, weights_later=False)
+        context = replace(self._context, dtype=torch.float32, weights_later=False)
         own = {found.name: found.make(context) for found in layers.found if _has(base, found.name)}
         for name, layer in own.items():
             for rule in layer.rules(self._prefix + name):
@@ -208,7 +251,9 @@ class TransformersModel(nn.Module):
         _replace(base, own)
         with torch.no_grad(), full_float32():
             try:
-                return check(base, calls, partial(_states, base_alone, Layers()), partial(_states, base, layers), lengths, self.config.vocab_size)
+                return check(
+                    base, calls, specs, partial(_states, base_alone, Layers()), partial(_states, base, layers), lengths, self.config.vocab_size
+                )
             except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 return f"its code fails in ragged batches: {one_line(error)}"
 

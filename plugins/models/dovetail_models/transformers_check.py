@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.model import TrialRun
 from dovetail.errors import DovetailError
-from dovetail_models.transformers_attention import AttentionCall, bind, specs_of
+from dovetail_models.transformers_attention import AttentionCall, bind
 
 TOLERANCE = 1e-4  # largest difference, in root mean squares of the reference's states
+MEAN_DIFFERENCE = 0.05  # largest mean difference of log-probabilities in the model's own dtype
+TRIAL_ROWS, TRIAL_TOKENS, TRIAL_FIRST = 4, 24, 16  # sequences of the whole model's check, their tokens, those of them in the first step
 
 States = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (token ids [n], positions [n]) -> hidden states [n, hidden]
 
@@ -70,11 +73,20 @@ class PlainAttention(AttentionLayer):
         return scores.softmax(-1)[..., : k.shape[1]] @ v
 
 
-def check(base: nn.Module, calls: Sequence[AttentionCall], reference: States, flat: States, lengths: Sequence[int], vocab_size: int) -> str | None:
+def check(
+    base: nn.Module,
+    calls: Sequence[AttentionCall],
+    specs: Sequence[LayerSpec],
+    reference: States,
+    flat: States,
+    lengths: Sequence[int],
+    vocab_size: int,
+) -> str | None:
     """Compare `reference`, which computes one sequence by itself, with `flat`, in which rows of all `lengths` share batches, in chunks, in changing
-    order. The layers of `base` are bound to plain attention. Returns None if they agree, and otherwise what differs."""
+    order. The layers of `base`, which this rank computes as `specs`, are bound to plain attention. Returns None if they agree, and otherwise what
+    differs."""
     batch = PlainBatch()
-    bind(base, calls, [PlainAttention(spec, batch) for spec in specs_of(calls)])
+    bind(base, calls, [PlainAttention(spec, batch) for spec in specs])
     device = next(base.parameters()).device
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(vocab_size, (length,), generator=generator).to(device) for length in lengths]
@@ -102,3 +114,58 @@ def _schedule(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
     for step in range(max(len(row) for row in ends)):
         parts = [(row, 0 if step == 0 else e[step - 1], e[step]) for row, e in enumerate(ends) if step < len(e)]
         yield parts[step % len(parts) :] + parts[: step % len(parts)]
+
+
+def trial_tokens(vocab_size: int, max_len: int) -> torch.Tensor:
+    """Return the token ids [rows, tokens] that the check of the whole model computes."""
+    return torch.randint(vocab_size, (TRIAL_ROWS, min(TRIAL_TOKENS, max_len)), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def whole_logprobs(model: nn.Module, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the log-probabilities [rows, tokens, vocab] float32 that a model of transformers, which is on the CPU, computes by itself on `device`.
+    Its layers are moved there one at a time."""
+    layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    handles, stay = [], {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+    moved: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def fetch(tensors: Sequence[torch.Tensor]) -> None:
+        moved.append([(tensor, tensor.data) for tensor in tensors])
+        for tensor in tensors:
+            tensor.data = tensor.data.to(device)
+
+    def put_back() -> None:
+        for tensor, data in moved.pop():
+            tensor.data = data
+
+    for layer in layers if device.type != "cpu" else ():
+        handles.append(layer.register_forward_pre_hook(lambda layer, _: fetch([*layer.parameters(), *layer.buffers()])))
+        handles.append(layer.register_forward_hook(lambda *_: put_back()))
+    fetch([tensor for tensor in (*model.parameters(), *model.buffers()) if device.type != "cpu" and id(tensor) not in stay])
+    try:
+        logits: torch.Tensor = model(input_ids=token_ids.to(device), use_cache=False).logits
+        return logits.float().log_softmax(-1).cpu()
+    finally:
+        for handle in handles:
+            handle.remove()
+        while moved:
+            put_back()
+
+
+def check_logprobs(run: TrialRun, token_ids: torch.Tensor, expected: torch.Tensor | None) -> str | None:
+    """Compare the log-probabilities [rows, tokens, vocab] that are `expected` for `token_ids` with what `run` computes. None: those that it computes
+    without recorded graphs. Returns None if they agree, and otherwise what differs."""
+    first, sequences = min(TRIAL_FIRST, token_ids.shape[1]), token_ids.tolist()
+    found = run(sequences, first)
+    if expected is None:
+        wanted = [[logprob for _, logprob in row] for row in run(sequences, first, recorded=False)]
+    else:
+        wanted = [[float(row[first - 1 + place, token]) for place, (token, _) in enumerate(one)] for row, one in zip(expected, found, strict=True)]
+    mean = float((torch.tensor([[logprob for _, logprob in row] for row in found]) - torch.tensor(wanted)).abs().mean())
+    if mean <= MEAN_DIFFERENCE:  # not for NaN
+        return None
+    by = "without recorded graphs" if expected is None else "by transformers"
+    return (
+        f"the log-probabilities of its tokens, as they are served, differ from those computed {by} by {mean:.2g} on average "
+        f"(at most {MEAN_DIFFERENCE})"
+    )

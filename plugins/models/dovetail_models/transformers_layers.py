@@ -8,6 +8,7 @@ stays transformers' own.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -268,6 +269,8 @@ class OwnHead(nn.Module):
 
 def spec_of_rank(spec: LayerSpec, group: ParallelGroup) -> LayerSpec:
     """Return the share of a layer of the whole model that a rank computes. Raises `UnsupportedError` if its heads can't be split."""
+    if group.size == 1:
+        return spec
     return replace(spec, heads=share(spec.heads, group, "num_attention_heads"), kv_heads=kv_share(spec.kv_heads, group)[1])
 
 
@@ -302,6 +305,27 @@ def find_layers(
     with torch.no_grad():
         finder.find()
     return Layers(tuple(finder.found.values()), tuple(finder.rotaries))
+
+
+def reasons_against_split(base: nn.Module, calls: Sequence[AttentionCall], layers: Layers, plan: Mapping[str, str] | None) -> list[str]:
+    """Return why a base model can't be split over ranks. `plan`: how transformers would split it, by patterns of names. Only replaced attention and
+    feed-forwards are split here: whatever else is to be split is named, the first of each pattern."""
+    if not plan:
+        return ["its config has no base_model_tp_plan"]
+    split = {found.name for found in layers.found if found.kind in (OwnAttention, OwnFeedForward, OwnBlock)}
+
+    def is_split(name: str) -> bool:
+        words = name.split(".")
+        return any(".".join(words[:count]) in split for count in range(1, len(words) + 1))
+
+    whole = [f"{call.module} isn't attention of ours" for call in calls if not is_split(call.module)][:1]
+    names = [name for name, _ in (*base.named_modules(), *base.named_parameters()) if not is_split(name)]
+    for pattern, way in plan.items():
+        wanted = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+        named = None if way.startswith("replicated") else next(filter(wanted.fullmatch, names), None)
+        if named is not None and not any(call.module in named for call in calls if whole):
+            whole.append(f"its plan splits {named} ({way}), which isn't a layer of ours")
+    return whole
 
 
 class _Unproven(Exception):

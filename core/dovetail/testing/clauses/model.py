@@ -28,6 +28,8 @@ CLAUSES: Marks = {
     "CausalLM.logits": {"same on every rank": held("transformers", "shards"), "may overwrite": held("owns_nothing")},
     "CausalLM.weights": held("weight_names", "weight_use"),
     "LoadsItself": unchecked("only the built-in model `transformers` does, which has its own tests"),
+    "TrialRun": TOLD,
+    "VerifiesItself": unchecked("only the built-in model `transformers` does, which has its own tests"),
     "WeightRule": {
         "loads the checkpoint's tensor": held("checkpoint"),
         "part of a fused": held("weight_use", "shards"),
