@@ -27,7 +27,7 @@ KERNELS = 16  # that are told
 
 
 def begin(engine: LLMEngine, rows: int, context: int, rng: random.Random) -> list[str]:
-    """Bring so many requests to the point where all decode. Returns their names."""
+    """Add this many requests and run until all decode. Returns their ids."""
     max_tokens = UNTIL_ALL_DECODE + SETTLING + STEPS + PROFILED
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
     names = [f"{rows} rows, {index}" for index in range(rows)]
@@ -40,7 +40,7 @@ def begin(engine: LLMEngine, rows: int, context: int, rng: random.Random) -> lis
 
 
 def decoded(engine: LLMEngine) -> int:
-    """Decodes of the step that ends next."""
+    """Number of decodes in the step that ends next."""
     before = engine.stats().decode_tokens
     engine.step()
     return engine.stats().decode_tokens - before

@@ -1,4 +1,4 @@
-"""Faults of engines with several ranks, and what they leave: each engine in a process of its own, which this one watches.
+"""Faults of engines with several ranks, and leaked resources: each engine runs in a separate process, which this one watches.
 
     python -m bench.rank_faults                                  # on two GPUs: each fault once, and 20 kills at random moments
     python -m bench.rank_faults --faults normal-float32 kill-a-rank --kills 0
@@ -55,7 +55,7 @@ FAULTS = (
 
 @dataclass
 class Seen:
-    """The result of one engine."""
+    """Result of one engine."""
 
     name: str
     wrong: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Seen:
 
 
 def run_engine(spec: dict[str, Any]) -> None:
-    """Start an engine, generate until `work_s` have passed, close it; and say on stdout when what has come, a line of JSON each."""
+    """Start an engine, generate for `work_s`, close it, and report each stage on stdout as a line of JSON."""
     from dovetail import LLMEngine
     from dovetail.errors import DovetailError
 
@@ -108,7 +108,7 @@ def run_engine(spec: dict[str, Any]) -> None:
 
 
 def _end_with_stdin() -> None:
-    """End this process when the one that watches it is gone."""
+    """End this process when its watcher is gone."""
     sys.stdin.read()
     os._exit(1)
 
@@ -124,7 +124,7 @@ def gpu_mib() -> int:
 
 
 def generate(engine: Any) -> list[list[int]]:
-    """Return the tokens of each prompt; of an engine that dies, what came."""
+    """Return the tokens of each prompt; for an engine that dies, those received."""
     from dovetail import SamplingParams
     from dovetail.errors import EngineDeadError
 
@@ -144,7 +144,7 @@ def generate(engine: Any) -> list[list[int]]:
 
 
 class Watched:
-    """An engine's process, and what it says."""
+    """An engine's process and its output."""
 
     def __init__(self, settings: dict[str, Any], work_s: float = 0.0, *, forgotten: bool = False) -> None:
         spec = json.dumps({"settings": settings, "work_s": work_s, "forgotten": forgotten})
@@ -163,7 +163,7 @@ class Watched:
         self._lines.put("")
 
     def wait_for(self, stages: tuple[str, ...], seconds: float) -> str | None:
-        """Wait until one of them is said, or begins with one of `stages`. None if none is in time, or the process ends."""
+        """Wait for one of these reports, or one that begins with one of `stages`. None on timeout, or if the process ends."""
         until = time.monotonic() + seconds
         while True:
             if found := next((stage for stage in self.said if stage.startswith(stages)), None):
@@ -180,7 +180,7 @@ class Watched:
                 self.said.setdefault(message["stage"], (time.monotonic(), message))
 
     def find_ranks(self, seconds: float) -> list[int]:
-        """Return the processes of its ranks, once there are any."""
+        """Return the processes of its ranks, once they exist."""
         until = time.monotonic() + seconds
         while not (found := ranks_of(self.process.pid)) and self.process.poll() is None and time.monotonic() < until:
             time.sleep(0.005)
@@ -188,7 +188,7 @@ class Watched:
         return found
 
     def stacks(self) -> None:
-        """Have it write its threads' stacks."""
+        """Let it write its threads' stacks."""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(1)
 
@@ -213,7 +213,7 @@ def _read_bytes(path: str) -> bytes:
 
 
 def used_mib() -> list[int]:
-    """Return the used memory of each GPU; an empty list where there is none."""
+    """Return the used memory of each GPU; empty without GPUs."""
     try:
         command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()]
@@ -222,7 +222,7 @@ def used_mib() -> list[int]:
 
 
 class Faults:
-    """Runs engines, does to them what is to be done, and sees what they leave."""
+    """Runs engines, injects faults, and checks for leaked resources."""
 
     def __init__(self, device: str, model: str, size: int, seed: int) -> None:
         self._device, self._model, self._size = device, model, size
@@ -244,7 +244,7 @@ class Faults:
         return seen
 
     def kill_at(self, moment: str) -> Seen:
-        """Kill a rank at a random instant of it."""
+        """Kill a rank at a random time of a stage."""
         delay = self._chance.uniform(0, MOMENTS[moment])
         seen, watched = Seen(f"kill-{moment}+{delay:.2f}"), Watched(self.settings("bfloat16", self._size), 1.0 if moment == "closing" else 8.0)
         watched.find_ranks(START_S)
@@ -292,7 +292,7 @@ class Faults:
         return watched
 
     def _forgotten(self, seen: Seen) -> Watched:
-        """Nobody closes it."""
+        """Run an engine that is never closed."""
         return self._ready(seen, self.settings("bfloat16", self._size), forgotten=True)
 
     def _kill(self, watched: Watched, seen: Seen, signum: int, *, told: bool = True) -> None:
@@ -342,7 +342,7 @@ class Faults:
         return watched
 
     def _end(self, watched: Watched, seen: Seen) -> None:
-        """See that it ends, and what is left."""
+        """Check that it ends, and what it leaves behind."""
         begun = time.monotonic()
         try:
             watched.process.wait(CLOSED_S)
@@ -383,9 +383,9 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", type=int, default=2, help="ranks")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--kills", type=int, default=20, help="of a rank, at random instants of starting, working and closing in turn")
+    parser.add_argument("--kills", type=int, default=20, help="number of kills of a rank, at random times of starting, working and closing in turn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after this time")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     args = parser.parse_args()

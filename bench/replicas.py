@@ -1,4 +1,4 @@
-"""Replicas behind their router, on this machine: what clients notice when replicas are killed or replaced, and what the router costs and saves.
+"""Replicas behind their router, on this machine: effects on clients when replicas are killed or replaced, and the router's costs and savings.
 
     python -m bench.replicas kills --seconds 120
     python -m bench.replicas restart
@@ -43,12 +43,12 @@ WORDS = (
 
 
 class Failed(Exception):
-    """A request got no whole answer."""
+    """A request got no complete answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request, and what is known of it."""
+    """Answer to a request, with metadata."""
 
     text: str
     first_s: float  # until the first piece of text
@@ -91,7 +91,7 @@ def ask(url: str, body: dict[str, Any]) -> Answer:
 
 
 def request(number: int, tokens: int) -> dict[str, Any]:
-    """Return the request of this number: a prompt and a seed of its own."""
+    """Return request number `number`, with its own prompt and seed."""
     words = random.Random(number)
     prompt = f"{' '.join(words.choices(WORDS, k=12))}\nROMEO:"
     return {"prompt": prompt, "seed": number, "max_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
@@ -99,7 +99,7 @@ def request(number: int, tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """Clients that send requests over and over until told to stop."""
+    """Clients that send requests in a loop until stopped."""
 
     url: str
     expected: Sequence[Answer]
@@ -211,7 +211,7 @@ def cluster(replicas: int, engine: dict[str, Any] | None = None, policy: str = "
 
 
 def expected(up: Cluster, count: int, tokens: int) -> list[Answer]:
-    """Return the answers that seeds give when nothing else happens, from one replica."""
+    """Return the answers by seed of one undisturbed replica."""
     url = up.serving()[0]["url"]
     return [ask(url, request(number, tokens)) for number in range(count)]
 
@@ -255,7 +255,7 @@ def router(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def prefixes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Groups of requests share their prompts' beginnings, and come in any order."""
+    """Return groups of requests with shared prompt prefixes, in random order."""
     groups = [" ".join(random.Random(group).choices(WORDS, k=arguments.words)) for group in range(arguments.groups)]
     bodies = [
         {"prompt": f"{groups[group]}\n{turn}:", "seed": 1, "max_tokens": 4} for group in range(arguments.groups) for turn in range(arguments.turns)
@@ -275,7 +275,7 @@ def prefixes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_parallel(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> list[Answer]:
-    """Send requests in their order, some at once, each client its next one when it has its answer."""
+    """Send requests in order, several at once; each client sends its next one after an answer."""
     answers: list[Answer] = []
     rest, lock = iter(bodies), threading.Lock()
 
@@ -304,11 +304,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0, help="of kills")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between kills")
-    parser.add_argument("--prompts", type=int, default=12, help="different requests of kills and restart")
-    parser.add_argument("--tokens", type=int, default=8, help="of each answer of kills and restart")
-    parser.add_argument("--requests", type=int, default=100, help="of router, each way")
+    parser.add_argument("--prompts", type=int, default=12, help="number of different requests, for kills and restart")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens per answer, for kills and restart")
+    parser.add_argument("--requests", type=int, default=100, help="number of requests, for router, each way")
     parser.add_argument("--groups", type=int, default=24, help="of prefixes")
-    parser.add_argument("--turns", type=int, default=6, help="requests of each group of prefixes")
+    parser.add_argument("--turns", type=int, default=6, help="requests per group, for prefixes")
     parser.add_argument("--words", type=int, default=150, help="of a prefix")
     arguments = parser.parse_args()
     print(json.dumps({"what": arguments.what, **globals()[arguments.what](arguments)}, indent=2))

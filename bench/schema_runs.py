@@ -1,4 +1,4 @@
-"""The schemas of `bench/schemas.py` through an engine, in turns with plain text of the same lengths: `bench/structured.py --schemas`."""
+"""Runs the schemas of `bench/schemas.py` through an engine, alternating with plain text of the same lengths: `bench/structured.py --schemas`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Generate = Callable[[list[list[int]], dict[str, Any] | None], dict[str, float]] 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`settings`: of Dovetail. `demo`: the demo model instead of random weights in a true shape, to try the program without a GPU."""
+    """`settings`: keys of `engine.yaml`. `demo`: use the demo model instead of random weights in a real shape, to test the program without a GPU."""
 
     directory: Path
     schemas: list[str]
@@ -85,7 +85,7 @@ ENGINES = {"dovetail": dovetail, "vllm": vllm}
 
 
 def run(engine: str, plan: Plan) -> list[dict[str, Any]]:
-    """Print and return a row for each schema and number of requests; a schema that the engine can't do is one with an error."""
+    """Print and return a row for each schema and number of requests; unsupported schemas have an error."""
     rows: list[dict[str, Any]] = []
     with ENGINES[engine](plan) as generate:
         for requests in plan.requests:

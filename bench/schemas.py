@@ -1,4 +1,4 @@
-"""Ten JSON Schemas as people write them: with bounded strings, patterns, formats, enums, counted arrays, ranges and nested objects."""
+"""Ten realistic JSON Schemas: with bounded strings, patterns, formats, enums, counted arrays, ranges and nested objects."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ SCHEMAS: dict[str, Schema] = {
 
 
 def endless(schema: Schema) -> Schema:
-    """Return a list of so many that no answer ends before its tokens do."""
+    """Return an array schema with so many items that no answer ends before its token limit."""
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
     return {**definitions, **many({key: value for key, value in schema.items() if key != "$defs"}, 300)}

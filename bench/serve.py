@@ -45,7 +45,7 @@ _barrier: Barrier | None = None  # of a client process
 
 
 def run(plan: Plan) -> list[Record]:
-    """Run a plan's processes, and return what each has seen."""
+    """Run a plan's processes, and return their results."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(plan.processes)
     with ProcessPoolExecutor(plan.processes, context, initializer=_set_barrier, initargs=(barrier,)) as pool:
@@ -71,7 +71,7 @@ def _run_process(plan: Plan, process: int) -> Record:
 
 
 def run_here(plan: Plan) -> list[Record]:
-    """Run a plan of one process in this one."""
+    """Run a single-process plan in this process."""
     return [asyncio.run(Client(replace(plan, processes=1), 0).run(lambda: None))]
 
 
@@ -166,7 +166,7 @@ def model_of(url: str, api_key: str | None) -> str:
 
 
 def poisson(rate: float, requests: int, seed: int) -> tuple[float, ...]:
-    """Times of so many arrivals, `rate` a second on average; the first comes at once."""
+    """Return the times of `count` arrivals, with `rate` per second on average; the first is immediate."""
     rng, times = random.Random(seed), [0.0]
     while len(times) < requests:
         times.append(times[-1] + rng.expovariate(rate))
@@ -174,7 +174,7 @@ def poisson(rate: float, requests: int, seed: int) -> tuple[float, ...]:
 
 
 def drawn_workload(prompt: int, output: int, requests: int, seed: int, max_id: int) -> Workload:
-    """Requests of about so many tokens: each is drawn from half to one and a half times that, as in `bench/latency.py`."""
+    """Return requests of about this many tokens: uniform from half to one and a half times that, as in `bench/latency.py`."""
     rng = random.Random(seed)
     means = (prompt, output)
     lens = tuple(tuple(max(1, rng.randint(mean // 2, 3 * mean // 2)) for mean in means) for _ in range(requests))
@@ -182,7 +182,7 @@ def drawn_workload(prompt: int, output: int, requests: int, seed: int, max_id: i
 
 
 def plans_of(args: argparse.Namespace) -> list[tuple[str, Plan]]:
-    """Return the runs that were asked for: what to call each, and its plan."""
+    """Return the requested runs: (name, plan)."""
     base = Plan(
         url=args.url,
         model=args.model or model_of(args.url, args.api_key),
@@ -219,7 +219,7 @@ def plans_of(args: argparse.Namespace) -> list[tuple[str, Plan]]:
 
 
 def wanted_tokens(plan: Plan) -> int | None:
-    """Return the output tokens of all requests, or None if it isn't fixed how many there are."""
+    """Return the output tokens of all requests, or None if their number isn't fixed."""
     if plan.requests is None or plan.disconnects:
         return None
     if plan.work is None:
@@ -229,7 +229,7 @@ def wanted_tokens(plan: Plan) -> int | None:
 
 
 def params_of(texts: list[str]) -> dict[str, Any]:
-    """Return the `KEY=VALUE`s of `--param`. Ends the program if one is something else."""
+    """Return the `KEY=VALUE`s of `--param`. Exits on a syntax error."""
     from dovetail import EngineConfig
 
     for text in texts:
@@ -239,7 +239,7 @@ def params_of(texts: list[str]) -> dict[str, Any]:
 
 
 def warm_up(plan: Plan, requests: int) -> None:
-    """Send some requests one after the other, so that what a server does once is done. Ends the program if one fails."""
+    """Send some requests one after the other, so that one-time work of the server is done. Exits if one fails."""
     if not requests:
         return
     warm = replace(plan, requests=requests, arrivals=(), concurrency=1, processes=1, disconnects=0.0, seed=plan.seed + 1)
@@ -251,30 +251,30 @@ def warm_up(plan: Plan, requests: int) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, without /v1")
-    parser.add_argument("--model", help="as the server calls it; otherwise the first that it serves")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server, without /v1")
+    parser.add_argument("--model", help="name of the model; default: the server's first")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"))
     what = parser.add_argument_group("requests")
     what.add_argument("--workload", choices=WORKLOADS)
     what.add_argument("--trace", metavar="FILE", help="a trace in any format that `dovetail lab` reads")
-    what.add_argument("--speed", type=float, default=1.0, help="of a trace: 2 sends it in half the time")
+    what.add_argument("--speed", type=float, default=1.0, help="speed of a trace: 2 sends it in half the time")
     what.add_argument("--prompt", type=int, default=512, help="tokens on average, without a workload")
     what.add_argument("--output", type=int, default=128, help="tokens on average, without a workload")
-    what.add_argument("--requests", type=int, help="how many; otherwise those of the workload, or as many as come in --seconds")
+    what.add_argument("--requests", type=int, help="number of requests; default: those of the workload, or of --seconds")
     what.add_argument("--max-id", type=int, default=10_000, help="largest token id of a prompt")
-    what.add_argument("--chat", action="store_true", help="/v1/chat/completions, with messages of about as many letters as a prompt has tokens")
+    what.add_argument("--chat", action="store_true", help="/v1/chat/completions, with messages of about one letter per prompt token")
     what.add_argument("--temperature", type=float, default=0.6)
     what.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="a further field of each request")
     how = parser.add_argument_group("load")
-    how.add_argument("--concurrency", nargs="+", type=int, default=[], help="closed loop: so many streams at once, a run each")
-    how.add_argument("--rate", nargs="+", type=float, default=[], help="Poisson: so many requests a second, a run each")
-    how.add_argument("--seconds", type=float, default=0.0, help="how long requests come, where nothing says how many")
+    how.add_argument("--concurrency", nargs="+", type=int, default=[], help="closed loop: number of concurrent streams, a run each")
+    how.add_argument("--rate", nargs="+", type=float, default=[], help="Poisson arrivals: requests per second, a run each")
+    how.add_argument("--seconds", type=float, default=0.0, help="duration of arrivals, unless their number is given")
     how.add_argument("--processes", type=int, default=1, help="of clients")
-    how.add_argument("--disconnects", type=float, default=0.0, help="share of requests whose client hangs up on the way")
-    how.add_argument("--timeout", type=float, default=600.0, help="for one request, in seconds")
+    how.add_argument("--disconnects", type=float, default=0.0, help="share of requests whose client disconnects early")
+    how.add_argument("--timeout", type=float, default=600.0, help="timeout per request in seconds")
     how.add_argument("--warm-up", type=int, default=1, help="requests before the run")
     how.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check-toy", action="store_true", help="the server runs `bench/toy.py`: find lost and doubled tokens")
+    parser.add_argument("--check-toy", action="store_true", help="the server runs `bench/toy.py`: find lost and duplicated tokens")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if not (args.trace or args.rate or args.concurrency):

@@ -1,4 +1,4 @@
-"""CPU time that a front end spends on a streamed token: `python -m bench.serve_frontend`. The engine is faked: its frames are made here.
+"""CPU time of a front end per streamed token: `python -m bench.serve_frontend`. The engine is fake: its frames are created here.
 
 Streams of chat over loopback, 512 of them: each step gives every stream one token, in one frame that the front end decodes, detokenizes and streams
 as always. The client is a process of its own, which reads and counts, so that its time isn't counted. On loopback the kernel's time to receive is
@@ -37,7 +37,7 @@ _FIRST_TOKEN, _TOKENS = 34, 26  # ids of letters, in the demo model's vocabulary
 
 
 class FakeLine:
-    """The line to an engine that isn't there. Every request gets a token with each `step`."""
+    """Connection to a fake engine. Every request gets a token per `step`."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []  # of the requests that have come
@@ -119,7 +119,7 @@ async def _measure(streams: int, tokens: int, step_s: float) -> None:
 
 
 async def _steps(line: FakeLine, tokens: int, step_s: float) -> tuple[float, float]:
-    """Run the steps; return the CPU seconds that the process spent, user and system."""
+    """Run the steps; return the process's CPU seconds, user plus system."""
     began, next_at = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     for step in range(tokens):
         line.step(last=step == tokens - 1)

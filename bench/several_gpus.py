@@ -1,4 +1,4 @@
-"""All that docs/several-gpus.md says of two GPUs, in one call: tests, faults and measurements, part by part, as bench/everything.py does it.
+"""Reproduces the figures of docs/several-gpus.md for two GPUs in one call: tests, faults and measurements, like bench/everything.py.
 
     python -m bench.several_gpus --list                                     # the parts, and the seconds that each may take
     python -m bench.several_gpus --out DIR --seconds 570                    # those that may end in time; the rest in the next call

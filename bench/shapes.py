@@ -1,4 +1,4 @@
-"""True shapes of models, as checkpoint directories: without weights, for `load_format: dummy`, which fills them with random numbers; or with them.
+"""Real model shapes as checkpoint directories: without weights, for `load_format: dummy`, which uses random ones; or with weights.
 
 The shapes themselves are read where torch is missing, too.
 """
@@ -43,7 +43,7 @@ class Shape:
         return self.layers * 3 * self.hidden * self.intermediate if self.experts else 0
 
     def distinct_experts(self, tokens: int) -> float:
-        """Experts of a layer that so many tokens are expected to touch, if routing is uniform."""
+        """Return the expected number of a layer's experts used by this many tokens, with uniform routing."""
         return self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens) if self.experts else 0.0
 
     @property
@@ -85,7 +85,7 @@ EXPERT_BYTES = {"int4-g128": 0.5 + 2 / 128, "fp8": 1 + 4 / 128**2, "mxfp4": 17 /
 
 
 def config_of(shape: Shape) -> dict[str, Any]:
-    """Return what a checkpoint's config.json says."""
+    """Return the content of a checkpoint's config.json."""
     kind = MODEL_TYPES[shape.architecture]
     own: dict[str, Any] = {"rope_theta": shape.rope_theta, "rms_norm_eps": 1e-6, "attention_bias": False}
     if kind == "qwen3_moe":
@@ -133,7 +133,7 @@ def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None
 
 
 def write_weights(directory: Path) -> float:
-    """Random weights beside the config that lies there, made on the GPU if there is one. Returns their GB."""
+    """Write random weights for the config in `directory`, generated on the GPU if available. Returns their size in GB."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,5 @@
-"""A server under a thousand streams for minutes, some of whose clients hang up: is a token lost or doubled, does memory grow, is a block left behind?
+"""Soak test of a server: a thousand streams for minutes, some with disconnects. Checks for lost or duplicated tokens, growing memory and leaked
+blocks.
 
     python -m bench.soak --streams 1000 --seconds 200
     python -m bench.soak --streams 1000 --seconds 200 --disconnects 0.3 --json out.json
@@ -42,17 +43,17 @@ GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cac
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback on which nobody listens."""
+    """Return a free TCP port of the loopback interface."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 class ServerProcess:
-    """`dovetail serve` in processes of its own. Its log goes to a file."""
+    """`dovetail serve` in separate processes. Its log goes to a file."""
 
     def __init__(self, directory: Path, source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
-        """`directory` is for the log, `source` a model or a config file."""
+        """`directory`: for the log. `source`: a model or a config file."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"
@@ -61,7 +62,7 @@ class ServerProcess:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait_until_ready(self) -> None:
-        """Raises `SystemExit` with the end of the log if it ends before, or takes too long."""
+        """Wait until it is ready. Raises `SystemExit` with the end of the log if it ends before, or takes too long."""
         deadline = time.monotonic() + READY_S
         while self.process.poll() is None and time.monotonic() < deadline:
             with suppress(OSError), urlopen(f"{self.url}/ready", timeout=5):
@@ -70,7 +71,7 @@ class ServerProcess:
         raise SystemExit(f"the server isn't ready, status {self.process.poll()}:\n{self.log.read_text(errors='replace')[-3000:]}")
 
     def gauges(self) -> dict[str, float] | None:
-        """Return `GAUGES` as /metrics has them, or None without /metrics."""
+        """Return `GAUGES` from /metrics, or None without /metrics."""
         try:
             with urlopen(f"{self.url}/metrics", timeout=5) as answer:
                 text = answer.read().decode()
@@ -80,14 +81,14 @@ class ServerProcess:
         return {name: float(line[1]) for name, line in found if line}
 
     def idle(self) -> dict[str, float] | None:
-        """Return the gauges once all are zero, or as they are when that takes too long."""
+        """Return the gauges once all are zero, or after a timeout."""
         deadline = time.monotonic() + IDLE_S
         while (gauges := self.gauges()) and any(gauges.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return gauges
 
     def stop(self) -> int | None:
-        """Ask it to end, and return its exit status, or None if it had to be killed. Nothing is left of it then."""
+        """Terminate it, and return its exit status, or None if it had to be killed with all its processes."""
         family = list(processes_of(self.process.pid))
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -104,7 +105,7 @@ class ServerProcess:
 
 
 def processes_of(pid: int) -> Iterator[int]:
-    """Yield the ids of the processes below one."""
+    """Yield the ids of a process's descendants."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -135,7 +136,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def name_of(pid: int) -> str:
-    """Return the module that a process runs, with its id."""
+    """Return the module that a process runs, and its id."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         return f"{next((word for word in words[1:] if word.startswith('dovetail')), words[0])} {pid}"
@@ -143,7 +144,7 @@ def name_of(pid: int) -> str:
 
 
 class MemoryWatch(threading.Thread):
-    """Notes the memory of a server's processes now and then."""
+    """Samples the memory of a server's processes."""
 
     def __init__(self, pid: int, every_s: float) -> None:
         super().__init__(daemon=True)
@@ -163,7 +164,7 @@ class MemoryWatch(threading.Thread):
         self.join()
 
     def growing(self) -> list[int]:
-        """Return the processes whose memory isn't flat."""
+        """Return the processes with growing memory."""
         seconds = self.samples[-1][0]
         settled = next(sizes for at, sizes in self.samples if at >= min(60.0, seconds / 3))
         last = self.samples[-1][1]
@@ -172,7 +173,7 @@ class MemoryWatch(threading.Thread):
 
 @contextmanager
 def serving(source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
-    """Yield a server that is ready, and end it if that hasn't been done."""
+    """Yield a ready server, and terminate it afterwards."""
     with tempfile.TemporaryDirectory() as directory:
         server = ServerProcess(Path(directory), source, arguments, environment)
         try:
@@ -194,7 +195,7 @@ def serving_toy(config: Mapping[str, Any], arguments: Sequence[str] = ()) -> Ite
 
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
-    """Run it, and return what was seen. `wrong` is empty if all is well."""
+    """Run it, and return the results. `wrong` is empty on success."""
     executor = {"name": "toy", "step_s": 1e-3 * args.step_ms, "num_blocks": args.streams * 16}
     with serving_toy({"executor": executor, "max_num_seqs": args.streams}, shlex.split(args.serve)) as server:
         plan = Plan(
@@ -237,7 +238,7 @@ def _wrong(row: dict[str, Any]) -> Iterator[str]:
     if row["growing"]:
         yield f"the memory of {', '.join(row['growing'])} grows"
     if row["left"] is None:
-        yield "the server has no /metrics: what is left behind can't be told"
+        yield "the server has no /metrics: leaks can't be detected"
     elif any(row["left"].values()):
         yield f"left behind: {row['left']}"
     if row["status"] != 0:
@@ -248,7 +249,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=1000, help="at once")
     parser.add_argument("--seconds", type=float, default=200.0)
-    parser.add_argument("--disconnects", type=float, default=0.0, help="share of requests whose client hangs up on the way")
+    parser.add_argument("--disconnects", type=float, default=0.0, help="share of requests whose client disconnects early")
     parser.add_argument("--prompt", type=int, default=32, help="tokens, on average")
     parser.add_argument("--output", type=int, default=128, help="tokens, on average")
     parser.add_argument("--chat", action="store_true", help="over /v1/chat/completions")

@@ -1,11 +1,11 @@
-"""Measure the time from the start of a process to its first token, with the weights on disk.
+"""Measures the time from the start of a process to its first token, with the weights on disk.
 
     python -m bench.startup --json out.json
     python -m bench.startup --set executor.name=tensor --verbose     # over two ranks, with each one's stages
 
-A random checkpoint of the model's true shape is written first, in safetensors; so the files lie in the page cache when they are read. With
-`--set load_format=dummy` none is written, and weights are drawn on the device. Runs are made
-with the compiled kernels of earlier runs on disk, as on a machine that has served before, and, the first, without any.
+A random checkpoint of the model's true shape is written first, in safetensors; so the files lie in the page cache when they are read. With `--set
+load_format=dummy` none is written, and weights are drawn on the device. Runs are made with the compiled kernels of earlier runs on disk, as on a
+machine that has served before, and, the first, without any.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ with LLMEngine.from_config({"model": settings.pop("model")}, progress=progress, 
 
 
 def first_token(directory: Path, settings: dict[str, Any], kernels: Path, *, verbose: bool = False) -> dict[str, float]:
-    """Seconds since the process was started, by stage: when each was over."""
+    """Return the end of each stage, in seconds since the start of the process."""
     config = json.dumps({"model": str(directory), **settings})
     command = [sys.executable, "-c", CHILD, config, *(["verbose"] if verbose else [])]
     begun = time.monotonic()  # one clock for all processes of a machine
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--runs", type=int, default=3, help="after the first")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of engine.yaml")
-    parser.add_argument("--verbose", action="store_true", help="show what the engine logs, the stages of each rank among it")
+    parser.add_argument("--verbose", action="store_true", help="show the engine's log, including the stages of each rank")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as kernels:

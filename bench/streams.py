@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server that costs little. `Client` keeps streams open by the hundred in one process and stamps what arrives.
+"""Low-overhead client of an OpenAI-compatible server. `Client` keeps hundreds of streams open in one process and timestamps arrivals.
 
 `bench/serve.py` and `bench/soak.py` run it. A connection is an asyncio protocol with httptools' parser: no task, future or object for each token.
 """
@@ -37,7 +37,7 @@ COMPLETED, HUNG_UP = "completed", "hung up by the client"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests to send, by index, and how. Processes get a copy each, and take every `processes`-th request."""
+    """Requests to send, by index, and settings. Each process gets a copy, and sends every `processes`-th request."""
 
     url: str  # of the server: http://host:port
     model: str
@@ -57,7 +57,7 @@ class Plan:
     seed: int = 0
 
     def job(self, index: int) -> Job:
-        """Make a request, the same for an index in any process."""
+        """Create a request, the same for an index in any process."""
         rng = np.random.default_rng((self.seed, index))
         if self.work is None:
             traced = self.trace[index]
@@ -93,12 +93,12 @@ class Plan:
         return map(self.job, islice(indices, process, None, self.processes))
 
     def streams(self, process: int) -> int:
-        """The streams that a process of a closed loop keeps open."""
+        """Number of streams that a process keeps open in a closed loop."""
         return len(range(process, self.concurrency, self.processes))
 
 
 def letters(ids: list[int]) -> str:
-    """Return as many letters as there are ids."""
+    """Return one letter per id."""
     return "".join(chr(FIRST_LETTER + token % LETTERS) for token in ids)
 
 
@@ -116,7 +116,7 @@ class Job:
 
 @dataclass(slots=True)
 class Outcome:
-    """A request that has ended. Times are seconds on the machine's monotonic clock, NaN for what didn't happen."""
+    """A finished request. Times are seconds on the machine's monotonic clock, NaN if it didn't happen."""
 
     kind: str  # `COMPLETED`, `HUNG_UP`, or what went wrong
     sent: float
@@ -130,7 +130,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Record:
-    """The streams that a process has seen."""
+    """Streams of a process."""
 
     began: float
     outcomes: list[Outcome] = field(default_factory=list)
@@ -173,7 +173,7 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class Connection(asyncio.Protocol):
-    """A connection that carries one request at a time, and stays open for the next."""
+    """Keep-alive connection for one request at a time."""
 
     def __init__(self, record: Record, headers: bytes, timeout_s: float) -> None:
         self._record, self._headers, self._timeout_s = record, headers, timeout_s
@@ -187,7 +187,7 @@ class Connection(asyncio.Protocol):
         return self.transport is not None and not self.transport.is_closing() and self._done is None
 
     async def send(self, job: Job, late: float = 0.0) -> None:
-        """Send a request and wait until it has ended; its outcome is in the record then."""
+        """Send a request and wait until it has ended; the record then has its outcome."""
         assert self.transport is not None
         self._job, self._buffer, self._status, self._over = job, b"", 0, False
         self._texts: list[str] | None = [] if job.text is not None else None
@@ -277,13 +277,13 @@ class Connection(asyncio.Protocol):
             outcome.cached_tokens = (event.usage.prompt_tokens_details or _Details()).cached_tokens or 0
 
     def _verdict(self) -> tuple[str, str]:
-        """The kind of an answer that came to its end, and an example in words if it is wrong."""
+        """Return the kind of a finished answer, and an example if it is wrong."""
         if not self._outcome.output_tokens:
             return "no usage", f"{self._events} events and no usage.completion_tokens"
         return self._compared() or (COMPLETED, "")
 
     def _compared(self) -> tuple[str, str] | None:
-        """Return what is wrong with the text so far, if it is checked."""
+        """Return the error in the text so far, if it is checked."""
         if self._texts is None or self._job.text is None:
             return None
         text, whole = "".join(self._texts), self._job.text
@@ -314,7 +314,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """One process's part of a plan."""
+    """Client of one process's part of a plan."""
 
     def __init__(self, plan: Plan, process: int) -> None:
         self.plan, self.process = plan, process
@@ -328,7 +328,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def run(self, wait: Any) -> Record:
-        """Run the plan's part of this process. `wait()` blocks until all processes are ready to begin."""
+        """Run this process's part of the plan. `wait()` blocks until all processes are ready to start."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         streams = self.plan.streams(self.process)
@@ -376,14 +376,14 @@ class Client:
             self._idle.append(connection)
 
     def _idle_connection(self) -> Connection | None:
-        """Return a connection that the server has kept open, or None."""
+        """Return an open connection, or None."""
         while self._idle:
             if (connection := self._idle.pop()).usable:
                 return connection
         return None
 
     async def _connect(self) -> Connection | None:
-        """Return a new connection, or None, with the failure in the record."""
+        """Return a new connection, or None after recording the failure."""
         secure = self._address.scheme == "https"
         port = self._address.port or (443 if secure else 80)
         begun = time.perf_counter()

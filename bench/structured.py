@@ -1,4 +1,4 @@
-"""Tokens per second with a grammar in all, one or none of the requests, in one run; and how long a new grammar takes to its first mask.
+"""Tokens per second with a grammar in all, one or none of the requests, in one run; and the time from a new grammar to its first mask.
 
     python -m bench.structured --tokenizer DIRECTORY                        # of a model: tokenizer.json and tokenizer_config.json, such as Qwen3's
     python -m bench.structured --tokenizer DIRECTORY --grammar llguidance xgrammar --json out.json
@@ -6,8 +6,8 @@
     python -m bench.structured --schemas tags call --requests 8 --demo                            # the program without a GPU
 
 256 requests of 200 tokens in and 300 out, on random weights in a model's true shape. A list of objects with strings, numbers, lists and a pattern,
-which isn't over before 300 tokens; the same lengths without a grammar. Medians of three runs with fresh prompts.
-With `--schemas`: each of `bench/schemas.py` in 1, 64 and 256 requests of 100 tokens in and 300 out, beside as many without a rule, in turns.
+which isn't over before 300 tokens; the same lengths without a grammar. Medians of three runs with fresh prompts. With `--schemas`: each of
+`bench/schemas.py` in 1, 64 and 256 requests of 100 tokens in and 300 out, beside as many without a rule, in turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def schema(variant: int = 0) -> dict[str, Any]:
-    """One that no cache has seen, for each variant."""
+    """Return an uncached grammar for each variant."""
     item = {
         "type": "object",
         "properties": {
@@ -121,13 +121,13 @@ def run_schemas(args: argparse.Namespace, directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, metavar="DIRECTORY", help="of a model with at most 151,936 token ids")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIRECTORY", help="tokenizer of a model with at most 151,936 token ids")
     parser.add_argument("--grammar", nargs="+", default=["llguidance"])
     parser.add_argument("--schemas", nargs="*", choices=SCHEMAS, help="all, if none is named")
-    parser.add_argument("--requests", nargs="+", type=int, default=[1, 64, 256], help="at once, with --schemas")
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 64, 256], help="numbers of concurrent requests, with --schemas")
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES, help="with --schemas")
-    parser.add_argument("--runs", type=int, default=2, help="of each schema, with --schemas, after one that isn't counted")
-    parser.add_argument("--demo", action="store_true", help="the demo model, with --schemas: to try the program")
+    parser.add_argument("--runs", type=int, default=2, help="runs per schema, with --schemas, after an uncounted one")
+    parser.add_argument("--demo", action="store_true", help="use the demo model, with --schemas, to test the program")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()

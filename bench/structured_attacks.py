@@ -1,4 +1,4 @@
-"""Tokens of ordinary streams while requests with hostile rules come: huge ones, deep ones, such as blow up. Each must be refused or served.
+"""Tokens of ordinary streams while requests with hostile grammars arrive: huge, deeply nested or exponential ones. Each must be rejected or served.
 
     python -m bench.structured_attacks
     python -m bench.structured_attacks --grammar xgrammar --rounds 3
@@ -20,7 +20,7 @@ STREAMS, TOKENS = 8, 400
 
 
 def attacks(salt: int) -> dict[str, dict[str, Any]]:
-    """Return rules by what is bad about them. `salt` keeps them out of the cache."""
+    """Return hostile grammars by name. `salt` avoids cache hits."""
     salted = {"title": f"round {salt}"}
     deep: Any = {"type": "string"}
     for _ in range(90):

@@ -67,8 +67,8 @@ def _short(value: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=["nano"], choices=WORKLOADS)
-    parser.add_argument("--shape", choices=SHAPES, help="of the model, instead of the workload's own")
-    parser.add_argument("--checkpoint", choices=QUANTIZED, help="weights are stored so, not in bfloat16")
+    parser.add_argument("--shape", choices=SHAPES, help="shape of the model, instead of the workload's")
+    parser.add_argument("--checkpoint", choices=QUANTIZED, help="format of weights, instead of bfloat16")
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES)
     parser.add_argument("--attention", default="auto")
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""The executor `toy`: no model and no memory. A token is a function of its request's seed and its position alone, and a step takes as long as it is
-told to, on the wall clock. Tests and soaks of the server use it: whoever knows a request's seed knows its whole answer.
+"""Executor `toy`: no model and no memory. A token is a function of its request's seed and position only, and a step takes as long as it is told to,
+on the wall clock. Tests and soaks of the server use it: whoever knows a request's seed knows its whole answer.
 
 With the demo model's tokenizer the tokens are printable characters of ASCII, one each, so that a text shows every token that was lost or came twice.
 """
@@ -40,7 +40,7 @@ def answer_ids(seed: int | NDArray[np.uint64], positions: NDArray[np.int64]) -> 
 
 
 def answer(seed: int, tokens: int) -> str:
-    """Return the text of a request's first tokens, as the demo model's tokenizer writes them."""
+    """Return the text of a request's first tokens, as decoded by the demo model's tokenizer."""
     return (answer_ids(seed, np.arange(tokens)) + FIRST_LETTER - 1).astype(np.uint8).tobytes().decode("ascii")
 
 
@@ -59,7 +59,7 @@ class ToyOptions(BaseModel):
 
 
 class ToyExecutor(Executor):
-    """The executor. Of each row it keeps the seed and how many tokens it has answered."""
+    """Keeps the seed and the number of generated tokens of each row."""
 
     capabilities = ExecutorCapabilities(logprobs=False, samples=False)
     options: ToyOptions
@@ -108,7 +108,7 @@ class ToyExecutor(Executor):
 
 
 class ToySampler(Sampler):
-    """Samples nothing, as the executor knows its tokens: with it, an engine's process does without torch."""
+    """No-op sampler, since the executor computes its tokens: an engine's process then doesn't need torch."""
 
     def prepare(self, max_rows: int) -> None: ...
 
@@ -134,7 +134,7 @@ def dovetail_components() -> list[ComponentSpec]:
 
 
 def installed_in(directory: Path) -> dict[str, str]:
-    """Install the toy as a distribution of its own into a directory, and return the environment in which other processes find it."""
+    """Install the toy as a distribution into a directory, and return an environment in which other processes find it."""
     info = directory / "dovetail_toy-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-toy\nVersion: 1.0\n")

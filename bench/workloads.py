@@ -1,4 +1,4 @@
-"""The workloads of docs/performance.md: prompts and output lengths. Each call of `prompts` draws fresh token ids of the same lengths."""
+"""Workloads of docs/performance.md: prompts and output lengths. Each call of `prompts` draws new token ids of the same lengths."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Tokens of the longest request, prompt plus output."""
         return max(prompt + out for prompt, out in self.lens)
 
     @property
     def seqs(self) -> int:
-        """Requests at once."""
+        """Number of concurrent requests."""
         return self.max_num_seqs or len(self.lens)
 
     @property
