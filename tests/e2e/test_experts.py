@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
 
 from dovetail.errors import DovetailError
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
@@ -43,6 +43,32 @@ def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(normalize: bo
     config = Qwen3MoeConfig(**TINY, norm_topk_prob=normalize, decoder_sparse_step=step, mlp_only_layers=dense)
     prompts = random_prompts(lens, 61, seed)
     with checkpoint(config, seed) as (directory, model):
+        outputs = run(directory, prompts, [greedy(12)] * len(prompts), max_num_batched_tokens=90)
+        for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
+            compare_greedy(model, prompt, tokens, Comparison())
+
+
+GPT_OSS: dict[str, Any] = {
+    **{
+        name: TINY[name]
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    },
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "swiglu_limit": 0.5,
+    "eos_token_id": None,
+}
+
+
+@given(lens=st.lists(st.integers(1, 200), min_size=1, max_size=4), seed=st.integers(0, 1000))
+@examples(quick=4, full=60)
+def test_greedy_tokens_of_gpt_oss_are_those_of_transformers(lens: list[int], seed: int) -> None:
+    prompts = random_prompts(lens, 61, seed)
+    with checkpoint(GptOssConfig(**GPT_OSS), seed) as (directory, model):
         outputs = run(directory, prompts, [greedy(12)] * len(prompts), max_num_batched_tokens=90)
         for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
             compare_greedy(model, prompt, tokens, Comparison())

@@ -23,7 +23,7 @@ from dovetail.errors import DovetailError
 from tests.models.tiny_configs import random_model, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-types.md"
-NATIVE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
+NATIVE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"}
 MOST_PARAMETERS = 30_000_000
 TOKENS = 8
 PROMPTS = ([5, 6, 7], list(range(3, 43)), [9])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from dovetail.nn import moe
 from dovetail.nn.activation import ClampedSwiGLU, activate
-from dovetail.nn.format import dense
+from dovetail.nn.format import dense, stored
+from dovetail.nn.format.compressed_tensors import PackedInt4
+from dovetail.nn.format.float8 import Float8
+from dovetail.nn.format.mxfp4 import Mxfp4Format
 from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels import launch
 from dovetail.nn.moe import Experts, Router, choose
@@ -28,13 +33,11 @@ seeds = st.integers(0, 2**31)
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_kernels(monkeypatch, moe, dense)
+    take_kernels(monkeypatch, moe, dense, stored)
     monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)  # a kernel that fails does so here, and its twin doesn't stand in for it
 
 
 def some_experts(hidden: int, inner: int, count: int, dtype: torch.dtype, seed: int, **fields: Any) -> Experts:
-    from dataclasses import replace
-
     made = Experts(hidden, inner, count, replace(context(), dtype=dtype, device=DEVICE), **fields)
     torch.manual_seed(seed)
     for weight in (*made.gate_up, *made.down):
@@ -45,7 +48,7 @@ def some_experts(hidden: int, inner: int, count: int, dtype: torch.dtype, seed: 
     return made
 
 
-def by_definition(layer: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def by_definition(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """In float64, token by token, but for the rounding of what lies between the two layers."""
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token in range(len(x)):
@@ -89,6 +92,43 @@ def test_the_stream_gets_what_the_chosen_experts_make_of_each_token(
     stream = Residual(before.clone())
     layer.add_to(stream, x, ids, weights)
     assert_close(stream.x, before.double() + by_definition(layer, x, ids, weights))
+
+
+FORMATS = [Float8("computed"), Float8("block", (32, 32)), PackedInt4(32, True), PackedInt4(64, False), PackedInt4(None, True), Mxfp4Format()]
+
+
+@given(
+    tokens=st.sampled_from([1, 2, 20]),
+    form=st.sampled_from(FORMATS),
+    sizes=st.sampled_from([(128, 64), (160, 32)]),
+    clamped=st.booleans(),
+    seed=seeds,
+)
+@some
+@pytest.mark.usefixtures("with_kernels")
+def test_experts_in_a_format_compute_what_their_dequantized_weights_do(
+    tokens: int, form: Any, sizes: tuple[int, int], clamped: bool, seed: int
+) -> None:
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    activation = ClampedSwiGLU(1.702, 0.5) if clamped else "silu"
+    count = 10
+    layer = Experts(*sizes, count, replace(context(), dtype=dtype, device=DEVICE, weights_later=True), activation=activation, bias=clamped)
+    assume(not isinstance(form, PackedInt4) or form.group is None or not any(size % form.group for size in sizes))
+    layer.take_format(form, DEVICE)
+    torch.manual_seed(seed)
+    for weight in (*layer.gate_up, *layer.down):
+        for shard_id, part in weight.parts.items():
+            weight.load(torch.randn(part.source_shape) / part.source_shape[1] ** 0.5, shard_id)
+    for bias in (layer.gate_up_bias, layer.down_bias):
+        if bias is not None:
+            bias.data.copy_(torch.randn(bias.shape))
+    x = torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE)
+    ids, weights = routed(tokens, count, 2, seed)
+    stream = Residual(torch.zeros_like(x))
+    layer.add_to(stream, x, ids, weights)
+    gate_up, down = ([form.dequantized(weight) for weight in each] for each in (layer.gate_up, layer.down))
+    plain = SimpleNamespace(gate_up=gate_up, down=down, gate_up_bias=layer.gate_up_bias, down_bias=layer.down_bias, activation=layer.activation)
+    assert_close(stream.x, by_definition(plain, x, ids, weights))
 
 
 @given(ids=st.lists(st.integers(0, 6), min_size=1, max_size=70), block=st.sampled_from([2, 4, 16]))
@@ -135,8 +175,6 @@ def test_ids_are_those_of_experts_even_of_logits_that_are_no_numbers() -> None:
 @some
 @pytest.mark.usefixtures("with_kernels")
 def test_routers_round_no_product(tokens: int, biased: bool, dtype: torch.dtype, seed: int) -> None:
-    from dataclasses import replace
-
     router = Router(64, 8, replace(context(), dtype=dtype, device=DEVICE), bias=biased)
     torch.manual_seed(seed)
     for parameter in router.parameters():

@@ -27,6 +27,7 @@ def dovetail_components() -> list[ComponentSpec]:
         _model("qwen2", "Qwen2", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense"),
         _model("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3, dense"),
         _model("qwen3_moe", "Qwen3Moe", "Qwen3MoeForCausalLM", "Qwen3, mixture of experts"),
+        _model("gpt_oss", "GptOss", "GptOssForCausalLM", "gpt-oss, mixture of experts"),
         _model("transformers", "Transformers", "*", "all other architectures of transformers, with transformers' own code"),
     ]
 
@@ -43,4 +44,5 @@ def dovetail_quantizations() -> list[QuantizationSpec]:
         QuantizationSpec("compressed-tensors", "dovetail.nn.format.compressed_tensors:CompressedTensors", "FP8 or INT4 weights of llm-compressor"),
         QuantizationSpec("gptq", "dovetail.nn.format.gptq:Gptq", "INT4 weights of GPTQ"),
         QuantizationSpec("awq", "dovetail.nn.format.awq:Awq", "INT4 weights of AWQ"),
+        QuantizationSpec("mxfp4", "dovetail.nn.format.mxfp4:Mxfp4", "MXFP4 weights of gpt-oss's experts"),
     ]

@@ -14,12 +14,13 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.nn.activation import Activation
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
-from dovetail.nn.moe import Experts, Router, choose
+from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.norm import QKNorm, RMSNorm
-from dovetail.nn.parameter import kv_share, share
+from dovetail.nn.parameter import Part, Weight, kv_share, share
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
@@ -34,6 +35,10 @@ class ExpertsShape:
     per_token: int
     inner: int
     normalize: bool  # normalize the weights of a token's experts to a sum of 1
+    bias: bool = False  # of the router and of experts
+    activation: Activation = "silu"
+    stacked: Stacked | None = None  # the checkpoint has one tensor for all experts
+    router: str = "gate"  # its name in a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class DecoderShape:
     qkv_bias: bool = False
     output_bias: bool = False  # of attention's output
     mlp_bias: bool = False
+    sinks: bool = False  # see `LayerSpec.sinks`
     experts: ExpertsShape | None = None
 
     @property
@@ -64,7 +70,7 @@ class DecoderShape:
     def layer_spec(self, index: int, group: ParallelGroup) -> LayerSpec:
         """Return layer `index` with this rank's heads. Raises `UnsupportedError` if the heads can't be split over the group."""
         heads, (_, kv_heads) = share(self.heads, group, "num_attention_heads"), kv_share(self.kv_heads, group)
-        return LayerSpec(index, heads, kv_heads, self.head_size, self.head_size**-0.5, self.windows[index])
+        return LayerSpec(index, heads, kv_heads, self.head_size, self.head_size**-0.5, self.windows[index], sinks=self.sinks)
 
 
 class Attention(nn.Module):
@@ -79,6 +85,11 @@ class Attention(nn.Module):
         self.qk_norm = QKNorm(spec.heads, spec.kv_heads, size, shape.norm_eps, context) if shape.qk_norm else None
         self.head_size = size
         self.attn = context.make_attention(spec)
+        self.sinks: Weight | None = None
+        if spec.sinks:
+            own = Part((shape.heads,), 0, context.parallel.rank * spec.heads, spec.heads)
+            self.sinks = Weight((spec.heads,), {None: own}, context)
+            self.attn.bind_sinks(self.sinks)
 
     def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
         qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
@@ -117,8 +128,8 @@ class SparseFeedForward(nn.Module):
     def __init__(self, hidden: int, shape: ExpertsShape, context: BuildContext) -> None:
         super().__init__()
         self.shape = shape
-        self.router = Router(hidden, shape.count, context)
-        self.experts = Experts(hidden, shape.inner, shape.count, context, per_token=shape.per_token)
+        self.router = Router(hidden, shape.count, context, bias=shape.bias)
+        self.experts = Experts(hidden, shape.inner, shape.count, context, shape.activation, shape.bias, shape.stacked, per_token=shape.per_token)
 
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
         x = residual.normed(norm)
@@ -126,7 +137,7 @@ class SparseFeedForward(nn.Module):
         self.experts.add_to(residual, x, ids, weights)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        yield from _rules(prefix, {"gate": (self.router, None)})
+        yield from _rules(prefix, {self.shape.router: (self.router, None)})
         yield from self.experts.weights(f"{prefix}experts.")
 
 
@@ -167,6 +178,8 @@ class Block(nn.Module):
         if attention.qk_norm is not None:
             parts |= {"self_attn.q_norm": (attention.qk_norm, "q"), "self_attn.k_norm": (attention.qk_norm, "k")}
         yield from _rules(prefix, parts)
+        if attention.sinks is not None:
+            yield WeightRule(f"{prefix}self_attn.sinks", attention.sinks)
         yield from self.mlp.weights(f"{prefix}mlp.")
 
 

@@ -111,8 +111,12 @@ def in_one_piece(weights: Sequence[nn.Parameter], beside: Sequence[str] = ()) ->
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors that `in_one_piece` has put behind each other as one, [number of them, ...], which is a view."""
+    """Return tensors that `in_one_piece` has put behind each other as one, [number of them, ...], which is a view; a copy, in float32, if any has
+    been replaced since."""
     first = tensors[0].detach()
+    size = first.numel() * first.element_size()
+    if any(each.dtype != first.dtype or each.data_ptr() != first.data_ptr() + index * size for index, each in enumerate(tensors)):
+        return torch.stack([each.detach().float() for each in tensors])
     return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 

@@ -7,7 +7,7 @@ weights have blocks). A checkpoint's scale for all inputs of a layer ("static") 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.format.base import kept
+from dovetail.nn.format.base import kept, stacked
 from dovetail.nn.format.dense import Kernel
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
 from dovetail.nn.kernels.available import has_float8_products, has_many_rows, has_one_row_float8, use_kernels
@@ -29,6 +29,7 @@ from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.residual import Residual
 
 if TYPE_CHECKING:
+    from dovetail.nn.kernels import experts
     from dovetail.nn.kernels.many_rows import Tiling
     from dovetail.nn.kernels.streamed import Stored
 
@@ -141,6 +142,16 @@ class Float8(StoredFormat):
         _rows_of(weight.scales, part, first // sharing, len(scales), sharing).copy_(scales)
 
     # Computing
+
+    def for_kernels(self, weights: Sequence[StoredWeight]) -> experts.Stored | None:
+        from dovetail.nn.kernels import experts
+
+        first = weights[0]
+        group = self.block[1] if first.scales.ndim > 1 else 0
+        if not experts.takes(experts.FLOAT8, first.layer_shape[1], group):
+            return None
+        values, scales = stacked(weights), stacked([weight.scales for weight in weights])
+        return experts.Stored(values, first.layer_shape[1], scales, None, group, experts.FLOAT8)
 
     def columns(
         self,

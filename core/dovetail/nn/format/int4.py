@@ -8,7 +8,7 @@ takes longer than the widening.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.format.base import kept
+from dovetail.nn.format.base import kept, stacked
 from dovetail.nn.format.stored import StoredFormat, StoredWeight
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -27,6 +27,7 @@ from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.residual import Residual
 
 if TYPE_CHECKING:
+    from dovetail.nn.kernels import experts
     from dovetail.nn.kernels.streamed import Stored
 
 LARGEST = 15
@@ -130,6 +131,17 @@ class Int4(StoredFormat):
         return 1 if self.group is None else inputs // self.group
 
     # Computing
+
+    def for_kernels(self, weights: Sequence[StoredWeight]) -> experts.Stored | None:
+        from dovetail.nn.kernels import experts
+
+        first = weights[0]
+        inputs = first.layer_shape[1]
+        group = self.group or -(-inputs // BLOCK) * BLOCK
+        if not experts.takes(experts.INT4, inputs, group):
+            return None
+        zeros = None if self.symmetric else stacked([weight.zeros for weight in weights if weight.zeros is not None])
+        return experts.Stored(stacked(weights), inputs, stacked([weight.scales for weight in weights]), zeros, group, experts.INT4)
 
     def columns(
         self,

@@ -16,7 +16,7 @@ order. Twin: `dovetail.nn.format.base.plain_experts`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, gcd
 from typing import NamedTuple
 
 import torch
@@ -26,21 +26,49 @@ import triton.language as tl
 from dovetail.nn.activation import Activation, ClampedSwiGLU
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
+from dovetail.nn.kernels.streamed import add_int4
+from dovetail.nn.kernels.widening import e2m1_to_16_bits, float8_to_16_bits, pairs_to_16_bits, power_of_two, shifted
 
 SORTED_AT_ONCE = 4096  # pairs
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 CLAMPED = 3
 
 
+PLAIN, FLOAT8, INT4, FP4 = range(4)
+CHUNK = 128  # inputs whose 4-bit weights lie together
+
+
 class Stored(NamedTuple):
-    """The weights of one layer of all experts, [experts, outputs, inputs]."""
+    """The weights of one layer of all experts, contiguous: [experts, outputs, inputs], or as `streamed.Stored` has them, with experts before. FP4 are
+    laid out as INT4: codes of e2m1, and `scales` [experts, inputs / 32, outputs] uint8, powers of two as e8m0 has them."""
 
     values: torch.Tensor
     inputs: int
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+    group: int = 0  # inputs of a scale; 0: all
+    kind: int = PLAIN
 
     @property
     def outputs(self) -> int:
         return self.values.shape[1]
+
+    def constants(self) -> dict[str, int | bool]:
+        """What the kernels know of it when they are compiled."""
+        sharing = self.outputs // self.scales.shape[1] if self.kind == FLOAT8 and self.scales is not None else 1
+        return {
+            "INPUTS": self.inputs,
+            "BYTES": self.values.shape[2],
+            "KIND": self.kind,
+            "GROUP": self.group,
+            "SHARING": sharing,
+            "ASYMMETRIC": self.zeros is not None,
+        }
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values, scales and zeros; whatever where there are none."""
+        scales = self.values if self.scales is None else self.scales
+        return self.values, scales, scales if self.zeros is None else self.zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +122,107 @@ def _activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: t
 
 
 @triton.jit
+def _scales_of(scales, expert, outputs, INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SHARING: tl.constexpr):
+    """Where the scales of an expert begin, which has so many outputs, or its zeros."""
+    if KIND == 0 or GROUP == 0:
+        groups: tl.constexpr = 1
+    else:
+        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    return scales + expert * (outputs // SHARING * groups)
+
+
+@triton.jit
+def _tile(values, expert, outputs, n, real, BYTES: tl.constexpr, PADDED: tl.constexpr):
+    """The weights of outputs n, as stored."""
+    i = tl.arange(0, PADDED)
+    place = values + (expert * outputs + n)[:, None] * BYTES + i[None, :]
+    if values.dtype.element_ty == tl.uint8:
+        return tl.load(place, mask=real[:, None] & (i < BYTES)[None, :], other=0)
+    else:
+        return tl.load(place, mask=real[:, None] & (i < BYTES)[None, :], other=0.0)
+
+
+@triton.jit
+def _product(
+    tile,  # [N, PADDED] as stored
+    row,  # [INPUTS]
+    scales,
+    zeros,
+    expert,
+    outputs,
+    n,
+    real,
+    INPUTS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+):
+    """[N] float32: a tile times a row."""
+    N: tl.constexpr = tile.shape[0]
+    PADDED: tl.constexpr = tile.shape[1]
+    i = tl.arange(0, PADDED)
+    scale_at = _scales_of(scales, expert, outputs, INPUTS, KIND, GROUP, SHARING)
+    if KIND < 2:
+        inputs = tl.load(row + i, mask=i < INPUTS, other=0.0).to(tl.float32)
+        if KIND == 0:
+            total = tl.sum(tile.to(tl.float32) * inputs[None, :], 1)
+        elif GROUP == 0:
+            total = tl.sum(float8_to_16_bits(tile, row.dtype.element_ty).to(tl.float32) * inputs[None, :], 1)
+            total *= tl.load(scale_at + n, mask=real, other=0.0)
+        else:
+            groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+            products = float8_to_16_bits(tile, row.dtype.element_ty).to(tl.float32) * inputs[None, :]
+            sums = tl.sum(tl.reshape(products, (N, PADDED // GROUP, GROUP)), 2)
+            g = tl.arange(0, PADDED // GROUP)[None, :]
+            total = tl.sum(sums * tl.load(scale_at + (n // SHARING)[:, None] * groups + g, mask=real[:, None] & (g < groups), other=0.0), 1)
+    else:
+        PART: tl.constexpr = 32 if GROUP == 32 else 64
+        c = tl.arange(0, PADDED // PART) * PART
+        DTYPE: tl.constexpr = row.dtype.element_ty
+        if KIND == 2:
+            low, high = pairs_to_16_bits(tile, DTYPE)
+        else:
+            low, high = e2m1_to_16_bits(tile, DTYPE)
+        total = tl.zeros([N], tl.float32)
+        for half in tl.static_range(2):
+            at = i // 64 * 128 + i % 64 + half * 64
+            inputs = tl.load(row + at, mask=at < INPUTS, other=0.0).to(tl.float32)
+            group = (c // 64 * 128 + c % 64 + half * 64) // GROUP
+            place = group[None, :] * outputs + n[:, None]
+            there = real[:, None] & (group * GROUP < INPUTS)[None, :]
+            weights = low if half == 0 else high
+            if KIND == 2:
+                if ASYMMETRIC:
+                    zero = tl.load(_scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING) + place, mask=there, other=0)
+                else:
+                    zero = tl.full(place.shape, 8, tl.uint8)
+                spread = tl.reshape(weights, (N, PADDED // PART, PART))
+                spread = (spread - shifted(zero, DTYPE)[:, :, None]).to(tl.float32)
+                scale = tl.load(scale_at + place, mask=there, other=0.0).to(tl.float32)
+            else:
+                spread = tl.reshape(weights.to(tl.float32), (N, PADDED // PART, PART))
+                scale = power_of_two(tl.load(scale_at + place, mask=there, other=0))
+            sums = tl.sum(spread * tl.reshape(inputs, (1, PADDED // PART, PART)), 2)
+            total += tl.sum(sums * scale, 1)
+    return total
+
+
+@triton.jit
 def _few_gate_up(
     x,  # [tokens, INPUTS]
-    values,  # [experts, 2 * OUTPUTS, INPUTS]
+    values,  # [experts, 2 * OUTPUTS, BYTES]
+    scales,
+    zeros,
     bias,  # [experts, 2 * OUTPUTS]
     ids,  # [tokens, TOP]
     out,  # [tokens * TOP, OUTPUTS]
     INPUTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -112,18 +234,16 @@ def _few_gate_up(
     PDL: tl.constexpr,
 ):
     """N outputs of one pair."""
-    pair, n, i = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, PADDED)
-    real, inside = n < OUTPUTS, i < INPUTS
+    pair, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    real = n < OUTPUTS
     let_next_begin(PDL)
     wait(PDL)
     expert = tl.load(ids + pair).to(tl.int64)
-    mask = real[:, None] & inside[None, :]
-    place = values + (expert * (2 * OUTPUTS) + n)[:, None] * INPUTS + i[None, :]
-    gates = tl.load(place, mask=mask, other=0.0)
-    ups = tl.load(place + OUTPUTS * INPUTS, mask=mask, other=0.0)
-    inputs = tl.load(x + (pair // TOP).to(tl.int64) * INPUTS + i, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.sum(gates.to(tl.float32) * inputs[None, :], 1)
-    up = tl.sum(ups.to(tl.float32) * inputs[None, :], 1)
+    gates = _tile(values, expert, 2 * OUTPUTS, n, real, BYTES, PADDED)
+    ups = _tile(values, expert, 2 * OUTPUTS, n + OUTPUTS, real, BYTES, PADDED)
+    row = x + (pair // TOP).to(tl.int64) * INPUTS
+    gate = _product(gates, row, scales, zeros, expert, 2 * OUTPUTS, n, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
+    up = _product(ups, row, scales, zeros, expert, 2 * OUTPUTS, n + OUTPUTS, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
     if BIASED:
         at = bias + expert * (2 * OUTPUTS) + n
         gate += tl.load(at, mask=real, other=0.0).to(tl.float32)
@@ -135,12 +255,19 @@ def _few_gate_up(
 @triton.jit
 def _few_down(
     x,  # [tokens * TOP, INPUTS]
-    values,  # [experts, OUTPUTS, INPUTS]
+    values,  # [experts, OUTPUTS, BYTES]
+    scales,
+    zeros,
     bias,  # [experts, OUTPUTS]
     ids,  # [tokens, TOP]
     weights,  # [tokens, TOP]
     out,  # [tokens, OUTPUTS] float32
     INPUTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -150,9 +277,8 @@ def _few_down(
     PDL: tl.constexpr,
 ):
     """N outputs of one token: the sum over its pairs."""
-    token, n, i = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, PADDED)
-    real, inside = n < OUTPUTS, i < INPUTS
-    mask = real[:, None] & inside[None, :]
+    token, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    real = n < OUTPUTS
     let_next_begin(PDL)
     wait(PDL)
     sums = tl.zeros([N], tl.float32)
@@ -160,15 +286,14 @@ def _few_down(
         tiles = ()
         for ahead in tl.static_range(AHEAD):
             if first + ahead < TOP:
-                expert = tl.load(ids + token * TOP + first + ahead).to(tl.int64)
-                tiles += (tl.load(values + (expert * OUTPUTS + n)[:, None] * INPUTS + i[None, :], mask=mask, other=0.0),)
+                tiles += (_tile(values, tl.load(ids + token * TOP + first + ahead).to(tl.int64), OUTPUTS, n, real, BYTES, PADDED),)
         for ahead in tl.static_range(AHEAD):
             if first + ahead < TOP:
                 pair = token * TOP + first + ahead
-                inputs = tl.load(x + pair.to(tl.int64) * INPUTS + i, mask=inside, other=0.0).to(tl.float32)
-                product = tl.sum(tiles[ahead].to(tl.float32) * inputs[None, :], 1)
+                expert, row = tl.load(ids + pair).to(tl.int64), x + pair.to(tl.int64) * INPUTS
+                product = _product(tiles[ahead], row, scales, zeros, expert, OUTPUTS, n, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
                 if BIASED:
-                    product += tl.load(bias + tl.load(ids + pair).to(tl.int64) * OUTPUTS + n, mask=real, other=0.0).to(tl.float32)
+                    product += tl.load(bias + expert * OUTPUTS + n, mask=real, other=0.0).to(tl.float32)
                 sums += product * tl.load(weights + pair)
     tl.store(out + token.to(tl.int64) * OUTPUTS + n, sums, mask=real)
 
@@ -213,10 +338,72 @@ def _sort(
         start += tl.sum(mine, 0)
 
 
+@triton.jit
+def _added(
+    sums,  # [N, M]
+    inputs,  # [K, M]; of 4-bit weights the lower 64 of CHUNK
+    higher,  # the other 64
+    values,
+    scales,
+    zeros,
+    expert,
+    outputs,
+    n,
+    real,
+    at,
+    INPUTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The sums plus the products of inputs from `at` on."""
+    weight = values + expert * outputs * BYTES
+    scale_at = _scales_of(scales, expert, outputs, INPUTS, KIND, GROUP, SHARING)
+    if KIND >= 2:
+        if KIND == 2:
+            zero_at = _scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING)
+            sums = add_int4(sums, inputs, higher, weight, scale_at, zero_at, n, real, at // 128, outputs, BYTES, GROUP, ASYMMETRIC)
+        else:
+            i = at // 2 + tl.arange(0, 64)
+            pairs = tl.load(weight + n.to(tl.int64)[:, None] * BYTES + i[None, :], mask=real[:, None], other=0)
+            low, high = e2m1_to_16_bits(pairs, inputs.dtype)
+            sums = tl.dot(_scaled_fp4(low, scale_at, n, real, at // 32, outputs, INPUTS), inputs, sums)
+            sums = tl.dot(_scaled_fp4(high, scale_at, n, real, at // 32 + 2, outputs, INPUTS), higher, sums)
+    else:
+        k = at + tl.arange(0, inputs.shape[0])
+        inside = (k >= 0) if WHOLE else (k < INPUTS)
+        tile = tl.load(weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+        if KIND == 0:
+            sums = tl.dot(tile, inputs, sums, input_precision=PRECISION)
+        elif GROUP == 0:
+            sums = tl.dot(float8_to_16_bits(tile, inputs.dtype), inputs, sums)
+        else:
+            groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+            scale = tl.load(scale_at + n // SHARING * groups + at // GROUP, mask=real, other=0.0)
+            sums += tl.dot(float8_to_16_bits(tile, inputs.dtype), inputs) * scale[:, None]
+    return sums
+
+
+@triton.jit
+def _scaled_fp4(weights, scales, n, real, group, outputs, INPUTS: tl.constexpr):
+    """Weights [N, 64] of two groups from `group` on times their scales: exact."""
+    both = group + tl.arange(0, 2)
+    there = real[:, None] & (both * 32 < INPUTS)[None, :]
+    scale = power_of_two(tl.load(scales + both[None, :] * outputs + n[:, None], mask=there, other=0))
+    spread = tl.reshape(weights, (weights.shape[0], 2, 32)).to(tl.float32) * scale[:, :, None]
+    return tl.reshape(spread.to(weights.dtype), (weights.shape[0], 64))
+
+
 @triton.jit(do_not_specialize=["pairs", "tokens"])
 def _sorted(
     x,  # [tokens, INPUTS]; GATED: not, [pairs, INPUTS]
-    values,  # [experts, outputs, INPUTS]; GATED: gates, then ups
+    values,  # [experts, outputs, BYTES]; GATED: gates, then ups
+    scales,
+    zeros,
     bias,  # [experts, outputs]; GATED: likewise
     weights,  # [pairs] float32; not GATED
     places,
@@ -225,6 +412,11 @@ def _sorted(
     pairs,
     tokens,
     INPUTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
     OUTPUTS: tl.constexpr,  # GATED: pairs of them
     TOP: tl.constexpr,
     M: tl.constexpr,
@@ -249,18 +441,67 @@ def _sorted(
         there, real = pair < pairs, n < OUTPUTS
         row = x + (pair // TOP if GATED else pair).to(tl.int64)[None, :] * INPUTS
         stored: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
-        weight = values + (expert * stored + n)[:, None] * INPUTS
         sums, ups = tl.zeros([N, M], tl.float32), tl.zeros([N, M], tl.float32)
         WHOLE: tl.constexpr = INPUTS % K == 0
+        HALF: tl.constexpr = K // 2 if KIND >= 2 else K
         for at in tl.range(0, INPUTS, K, num_stages=STAGES):
-            k = at + tl.arange(0, K)
+            k = at + tl.arange(0, HALF)
             inside = (k >= 0) if WHOLE else (k < INPUTS)
             inputs = tl.load(row + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-            tile = tl.load(weight + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-            sums = tl.dot(tile, inputs, sums, input_precision=PRECISION)
+            if KIND >= 2:
+                k += HALF
+                inside = (k >= 0) if WHOLE else (k < INPUTS)
+                higher = tl.load(row + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            else:
+                higher = inputs
+            sums = _added(
+                sums,
+                inputs,
+                higher,
+                values,
+                scales,
+                zeros,
+                expert,
+                stored,
+                n,
+                real,
+                at,
+                INPUTS,
+                BYTES,
+                KIND,
+                GROUP,
+                SHARING,
+                ASYMMETRIC,
+                PRECISION,
+                WHOLE,
+            )
             if GATED:
-                tile = tl.load(weight + OUTPUTS * INPUTS + k[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-                ups = tl.dot(tile, inputs, ups, input_precision=PRECISION)
+                ups = _added(
+                    ups,
+                    inputs,
+                    higher,
+                    values,
+                    scales,
+                    zeros,
+                    expert,
+                    stored,
+                    n + OUTPUTS,
+                    real,
+                    at,
+                    INPUTS,
+                    BYTES,
+                    KIND,
+                    GROUP,
+                    SHARING,
+                    ASYMMETRIC,
+                    PRECISION,
+                    WHOLE,
+                )
+        if KIND == 1 and GROUP == 0:
+            of_output = _scales_of(scales, expert, stored, INPUTS, KIND, GROUP, SHARING) + n
+            sums *= tl.load(of_output, mask=real, other=0.0)[:, None]
+            if GATED:
+                ups *= tl.load(of_output + OUTPUTS, mask=real, other=0.0)[:, None]
         if BIASED:
             at_bias = bias + expert * stored + n
             sums += tl.load(at_bias, mask=real, other=0.0).to(tl.float32)[:, None]
@@ -347,6 +588,13 @@ def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch
     return places, experts
 
 
+def takes(kind: int, inputs: int, group: int) -> bool:
+    """True if the kernels multiply weights of so many inputs, whose scales are for `group` of them."""
+    if kind == INT4:
+        return group >= CHUNK or inputs % CHUNK == 0
+    return kind == FP4 or group == 0 or (group >= 16 and group & (group - 1) == 0)
+
+
 def gating(activation: Activation) -> dict[str, int | float]:
     if isinstance(activation, ClampedSwiGLU):
         return {"ACTIVATION": CLAMPED, "ALPHA": activation.alpha, "LIMIT": activation.limit}
@@ -356,14 +604,15 @@ def gating(activation: Activation) -> dict[str, int | float]:
 def few_layer(x, layer: Stored, bias, ids, weights, out, tiling: FewTiling, around: dict[str, int | float]) -> None:
     """`around`: of gate and up, or empty."""
     (tokens, per_token), outputs = ids.shape, out.shape[-1]
-    sizes = {"INPUTS": layer.inputs, "OUTPUTS": outputs, "TOP": per_token, "PADDED": triton.next_power_of_2(layer.inputs), "N": tiling.outputs}
+    padded = max(triton.next_power_of_2(layer.values.shape[2]), layer.group if layer.kind == FLOAT8 else 64 if layer.kind else 1)
+    sizes = layer.constants() | {"OUTPUTS": outputs, "TOP": per_token, "PADDED": padded, "N": tiling.outputs}
     options = sizes | {"BIASED": bias is not None, "num_warps": tiling.warps} | pdl_options(x.device)
     bias = x if bias is None else bias
     grid = triton.cdiv(outputs, tiling.outputs)
     if around:
-        launch(_few_gate_up, (grid, tokens * per_token))(x, layer.values, bias, ids, out, **options, **around)
+        launch(_few_gate_up, (grid, tokens * per_token))(x, *layer.tensors(), bias, ids, out, **options, **around)
     else:
-        launch(_few_down, (grid, tokens))(x, layer.values, bias, ids, weights, out, AHEAD=min(per_token, 8), **options)
+        launch(_few_down, (grid, tokens))(x, *layer.tensors(), bias, ids, weights, out, AHEAD=min(per_token, 8), **options)
 
 
 def many_layer(x, layer: Stored, bias, weights, places, blocks, out, tiling: Tiling, around: dict[str, int | float]) -> None:
@@ -371,7 +620,7 @@ def many_layer(x, layer: Stored, bias, weights, places, blocks, out, tiling: Til
     outputs, (tokens, per_token) = out.shape[-1], weights.shape
     launch(_sorted, (triton.cdiv(outputs, tiling.outputs), len(blocks)))(
         x,
-        layer.values,
+        *layer.tensors(),
         x if bias is None else bias,
         weights,
         places,
@@ -379,12 +628,12 @@ def many_layer(x, layer: Stored, bias, weights, places, blocks, out, tiling: Til
         out,
         tokens * per_token,
         tokens,
-        INPUTS=layer.inputs,
+        **layer.constants(),
         OUTPUTS=outputs,
         TOP=per_token,
         M=tiling.rows,
         N=tiling.outputs,
-        K=tiling.inputs,
+        K=CHUNK if layer.kind >= INT4 else gcd(tiling.inputs, layer.group),
         GATED=bool(around),
         BIASED=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",

@@ -92,7 +92,7 @@ def _scaled(weights, scales, zeros, n, exists, group, outputs, ASYMMETRIC: tl.co
 
 
 @triton.jit
-def _add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, outputs, BYTES: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
+def add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, outputs, BYTES: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
     """Return sums [N, M] plus the products of one chunk; low and high [64, M] are its inputs."""
     j = tl.arange(0, 64)
     pairs = tl.load(weight + n.to(tl.int64)[:, None] * BYTES + chunk * 64 + j[None, :], mask=exists[:, None], other=0)
@@ -201,9 +201,9 @@ def _linear(
             high_there = there[None, :] & ((k >= 0) if WHOLE else (k + 64 < INPUTS))[:, None]
             low = tl.load(row + k[:, None], mask=low_there, other=0.0)
             high = tl.load(row + 64 + k[:, None], mask=high_there, other=0.0)
-            sums = _add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, stored, BYTES, GROUP, ASYMMETRIC)
+            sums = add_int4(sums, low, high, weight, scales, zeros, n, exists, chunk, stored, BYTES, GROUP, ASYMMETRIC)
             if GATED:
-                ups = _add_int4(
+                ups = add_int4(
                     ups,
                     low,
                     high,

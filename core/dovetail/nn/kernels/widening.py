@@ -75,3 +75,58 @@ def shifted(small, DTYPE: tl.constexpr):
         return (small.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
     else:
         return (small.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def e2m1_to_16_bits(pairs, DTYPE: tl.constexpr):
+    """Return the low and the high halves of bytes, which are e2m1 numbers (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives). Their bits are moved to
+    where `DTYPE` has its own, and the difference of the exponents is made up by a product, as in `float8_to_16_bits`."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, e, f;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            mov.b32 e, 0x7e807e80;
+            mov.b32 f, 0x80008000;
+            shl.b32 c, a, 6;
+            and.b32 c, c, 0x01c001c0;
+            shl.b32 d, a, 12;
+            lop3.b32 c, d, f, c, 0xea;
+            fma.rn.bf16x2 $0, c, e, f;
+            shl.b32 c, b, 6;
+            and.b32 c, c, 0x01c001c0;
+            shl.b32 d, b, 12;
+            lop3.b32 c, d, f, c, 0xea;
+            fma.rn.bf16x2 $1, c, e, f;
+            shl.b32 c, a, 2;
+            and.b32 c, c, 0x01c001c0;
+            shl.b32 d, a, 8;
+            lop3.b32 c, d, f, c, 0xea;
+            fma.rn.bf16x2 $2, c, e, f;
+            shl.b32 c, b, 2;
+            and.b32 c, c, 0x01c001c0;
+            shl.b32 d, b, 8;
+            lop3.b32 c, d, f, c, 0xea;
+            fma.rn.bf16x2 $3, c, e, f;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [pairs],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return _e2m1_to_float16(pairs & 15), _e2m1_to_float16(pairs >> 4)
+
+
+@triton.jit
+def _e2m1_to_float16(codes):
+    bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
+    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(tl.float16)
+
+
+@triton.jit
+def power_of_two(codes):
+    """Return 2 ** (codes - 127), e8m0 numbers, as float32; 0 is 0."""
+    return (codes.to(tl.int32) << 23).to(tl.float32, bitcast=True)

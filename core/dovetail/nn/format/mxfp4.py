@@ -1,0 +1,116 @@
+"""`quant_method: mxfp4`: experts of gpt-oss. Weights of 4 bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives); 32 inputs of an output share a
+scale, which is a power of two (e8m0: 2 ** (code - 127)), as in the OCP's Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.format.base import Quantization, WeightFormat, stacked
+from dovetail.nn.format.dense import DENSE
+from dovetail.nn.format.reading import names, refuse_others
+from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
+from dovetail.nn.parameter import Part, Weight
+
+if TYPE_CHECKING:
+    from dovetail.nn.kernels import experts
+
+GROUP = 32  # inputs of a scale
+BLOCK = 128  # inputs that are packed together, as in `int4`
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+LARGEST_IN_FLOAT16 = 127 + 13  # code of a scale by which 6 can be multiplied
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format(StoredFormat):
+    """Packed as `Int4` packs, and the codes of scales [inputs / 32, outputs]."""
+
+    def __str__(self) -> str:
+        return "mxfp4"
+
+    def allocate(self, weight: Weight, device: torch.device) -> StoredWeight:
+        outputs, inputs = weight.shape
+        for part in weight.parts.values():
+            whole = part.source_shape[1]
+            if whole % GROUP:
+                raise UnsupportedError(f"{whole} inputs are no multiple of the {GROUP} that share a scale")
+            if part.dim == 1 and (part.start % GROUP or part.size % GROUP):
+                raise UnsupportedError(
+                    f"a rank's share of {whole} inputs is {part.size}, no multiple of the {GROUP} inputs of a scale: use fewer ranks"
+                )
+        values = torch.zeros((outputs, -(-inputs // BLOCK) * BLOCK // 2), dtype=torch.uint8, device=device)
+        return StoredWeight(self, weight, values, torch.full((inputs // GROUP, outputs), 127, dtype=torch.uint8, device=device))
+
+    def dequantized(self, weight: StoredWeight) -> torch.Tensor:
+        blocks = weight.data.view(len(weight), -1, BLOCK // 2)
+        codes = torch.cat((blocks & 15, blocks >> 4), 2).flatten(1)[:, : weight.layer_shape[1]].long()
+        values = torch.tensor((*VALUES, *(-value for value in VALUES)), device=weight.device)[codes]
+        return torch.ldexp(values, (weight.scales.int() - 127).t().repeat_interleave(GROUP, 1))
+
+    def tensors(self, part: Part) -> Mapping[str, TensorShape]:
+        outputs, inputs = part.source_shape
+        before = () if part.expert is None else (part.expert[1],)
+        first, size = (part.start, part.size) if part.dim == 0 else (part.start // GROUP, part.size // GROUP)
+        groups = (*before, outputs, inputs // GROUP)
+        return {
+            name: TensorShape((shape,), part.dim, first, size, stride=part.stride, expert=part.expert)
+            for name, shape in (("blocks", (*groups, GROUP // 2)), ("scales", groups))
+        }
+
+    def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
+        blocks, scales = tensors["blocks"], tensors["scales"]
+        for name, tensor in tensors.items():
+            if tensor.dtype != torch.uint8:
+                raise ModelLoadError(f"{name}: expected uint8, found {str(tensor.dtype).removeprefix('torch.')}")
+        if bool((scales == 255).any()):
+            raise ModelLoadError("scales must be numbers, and one is 255, which is none")
+        if weight.compute_dtype == torch.float16 and bool((scales > LARGEST_IN_FLOAT16).any()):
+            raise ModelLoadError("a scale is beyond what float16 holds: use bfloat16")
+        self._place(weight, part, 0, torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), scales)
+
+    def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
+        own = rows[:, part.start : part.start + part.size].float() if part.dim == 1 else rows.float()
+        groups = own.reshape(len(own), -1, GROUP)
+        scales = (groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2).clamp(-127, 127)  # 6 is the largest: 2 ** 2 * 1.5
+        codes = torch.bucketize(torch.ldexp(groups.abs(), -scales[:, :, None].int()), torch.tensor(MIDDLES, device=rows.device))
+        codes += 8 * (groups < 0)
+        self._place(weight, part, first, codes.to(torch.uint8).flatten(1), (scales + 127).to(torch.uint8))
+
+    def _place(self, weight: StoredWeight, part: Part, first: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        at = (part.at if part.dim == 0 else 0) + first
+        rows = slice(at, at + len(codes))
+        blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK)).view(len(codes), -1, 2, BLOCK // 2)
+        weight.data[rows] = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).flatten(1)
+        weight.scales[:, rows] = scales.t()
+
+    def for_kernels(self, weights: Sequence[StoredWeight]) -> experts.Stored | None:
+        from dovetail.nn.kernels import experts
+
+        scales = stacked([weight.scales for weight in weights])
+        return experts.Stored(stacked(weights), weights[0].layer_shape[1], scales, None, GROUP, experts.FP4)
+
+
+class Mxfp4(Quantization):
+    """Experts are quantized; what the config excludes isn't, nor any other layer."""
+
+    def __init__(self, config: Mapping[str, Any] | None) -> None:
+        super().__init__(config)
+        if config is None:
+            raise UnsupportedError("mxfp4: plain checkpoints can't be quantized to it while loading")
+        refuse_others(config, {"quant_method", "modules_to_not_convert", "dequantize"})
+        self._left_out = names(config, "modules_to_not_convert")
+
+    def of_module(self, name: str) -> WeightFormat:
+        left_out = any(fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in self._left_out)
+        return Mxfp4Format() if name.endswith(".experts") and not left_out else DENSE
+
+    def __str__(self) -> str:
+        return "mxfp4"
