@@ -1,6 +1,6 @@
-"""Any architecture of transformers: its own module code, with attention from our backends (`transformers_attention`).
+"""Serves any architecture of transformers: its own module code, with attention from Dovetail's backends (`transformers_attention`).
 
-A native model is preferred. What can't be proven exact is refused (`transformers_check`).
+Native models are preferred. Models that can't be verified as exact are rejected (`transformers_check`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ log = logging.getLogger("dovetail")
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
 _LEFT_OUT = re.compile(r"(model\.)?(mtp|visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector)\.")  # tensors of other parts
-_IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # where a model's class names them
+_IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # attributes of a model's class that name them
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
 
 
 class Transformers(ModelArch):
-    """Serves every causal language model of transformers that passes the check."""
+    """Serves all causal language models of transformers that pass the check."""
 
     def __init__(self, options: NoOptions, context: ModelContext) -> None:
         super().__init__(options, context)
@@ -89,7 +89,7 @@ class Transformers(ModelArch):
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A model on the meta device, and what its forward pass showed."""
+    """A model on the meta device, and a trace of its forward pass."""
 
     model: PreTrainedModel
     base: nn.Module  # the model without its head
@@ -98,11 +98,11 @@ class Traced:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the names of the base's parameters in the model."""
+        """Prefix of the names of the base's parameters in the model."""
         return "".join(f"{name}." for name, module in self.model.named_children() if module is self.base)
 
     def keeps(self, name: str) -> bool:
-        """Return True for modules of the base whose parameters stay in float32, whatever the model's dtype is."""
+        """Return True for modules of the base with parameters that stay in float32 for any model dtype."""
         return any(pattern in name for attribute in _IN_FLOAT32 for pattern in getattr(self.model, attribute, None) or ())
 
 
@@ -121,7 +121,7 @@ def traced_model(config: Any) -> Traced:
 
 
 class TransformersModel(nn.Module):
-    """A `dovetail.api.model.CausalLM` around a model of transformers, which `load_checkpoint` makes. Some of its modules are replaced by `layers`."""
+    """A `dovetail.api.model.CausalLM` around a model of transformers, created by `load_checkpoint`. Some of its modules are replaced by `layers`."""
 
     def __init__(self, config: Any, traced: Traced, layers: Layers, context: BuildContext, max_len: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class TransformersModel(nn.Module):
         self._expected: torch.Tensor | None = None  # log-probabilities of `trial_tokens`
 
     def load_checkpoint(self, directory: Path | None, seed: int) -> None:
-        """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` for a checkpoint that doesn't fit, and `UnsupportedError` if
+        """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` if the checkpoint doesn't match, and `UnsupportedError` if
         the model computes other states in ragged batches than by itself."""
         dtype, device = self._context.dtype, self._context.device
         if directory is None:
@@ -165,7 +165,7 @@ class TransformersModel(nn.Module):
                     rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
         self._base = _base_of(self.model)
         _replace(self._base, self._own)
-        del self.own  # they are in the model now
+        del self.own  # now in the model
         for name, module in self.model.named_children():
             if type(module) is nn.Linear:
                 setattr(self.model, name, OwnHead(module))
@@ -176,8 +176,8 @@ class TransformersModel(nn.Module):
         self._head = head_of(self.model)
 
     def verify(self, run: TrialRun) -> None:
-        """Compare the whole model, in its dtype, with what transformers computes; quantized, or with a smaller cache, with itself, launched kernel by
-        kernel. Then keep the verdict of all checks."""
+        """Compare the whole model, in its dtype, with transformers; if quantized, or with a smaller cache dtype, with itself without graphs. Then
+        store the verdict of all checks."""
         if not self._to_verify:
             return
         tokens = trial_tokens(self.config.vocab_size, self._max_len)
@@ -197,13 +197,13 @@ class TransformersModel(nn.Module):
         return logits
 
     def weights(self) -> Iterator[WeightRule]:
-        """Yield where the parameters of replaced modules go; transformers loads the others."""
+        """Yield the rules for parameters of replaced modules; transformers loads the others."""
         for name, own in self._own.items():
             yield from own.rules(self._prefix + name)
 
     def _prove(self, directory: Path, stored: Sequence[WeightRule]) -> None:
-        """Run the first layers, as many as have one of each kind, in float32, by themselves and in ragged batches. `stored`: rules of weights that
-        are in their formats already."""
+        """Run the first layers, with at least one of each kind, in float32, by themselves and in ragged batches. `stored`: rules of weights that
+        are already in their formats."""
         config, calls = self._shortened
         alone = _loaded(config, directory, torch.float32, stored, whole=False).to(self._context.device)
         parameters = dict(alone.named_parameters())
@@ -223,14 +223,14 @@ class TransformersModel(nn.Module):
             raise UnsupportedError(f"{type(alone).__name__} can't be served through transformers: {difference or 'another rank refuses it'}")
 
     def _is_plain(self) -> bool:
-        """Return False if a weight of the replaced layers is stored in another format than plain numbers."""
+        """Return False if a weight of the replaced layers isn't plain."""
         return not any(isinstance(rule.parameter, StoredWeight) for rule in self.weights())
 
     def _leave_layers(self) -> None:
         self._layers, self._own, self.own = Layers(), {}, nn.ModuleList()
 
     def _on_any_rank(self, said: bool) -> bool:
-        """Return True, on all ranks, if `said` is True on one of them."""
+        """Return True on all ranks if `said` is True on any of them."""
         group = self._context.parallel
         if group.size == 1:
             return said
@@ -239,7 +239,7 @@ class TransformersModel(nn.Module):
     def _difference(
         self, alone: PreTrainedModel, layers: Layers, calls: list[AttentionCall], specs: Sequence[LayerSpec], lengths: list[int]
     ) -> str | None:
-        """Return how the states of `alone` differ from those of the same model in ragged batches, with `layers`; None: not at all."""
+        """Return how the states of `alone` differ from those of the same model in ragged batches, with `layers`; None if they agree."""
         batched = copy.deepcopy(alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())})
         batched.set_attn_implementation(NAME)
         base, base_alone = _base_of(batched), _base_of(alone)
@@ -259,7 +259,7 @@ class TransformersModel(nn.Module):
 
 
 def _base_of(model: PreTrainedModel) -> nn.Module:
-    """Return the model without its head. Raises `UnsupportedError` if they can't be told apart."""
+    """Return the model without its head. Raises `UnsupportedError` if they can't be separated."""
     base = model.base_model if model.base_model is not model else getattr(model, "model", None)
     if not isinstance(base, nn.Module) or not any(module is base for module in model.children()):
         raise UnsupportedError(f"{type(model).__name__} has no base model apart from its head")
@@ -287,7 +287,7 @@ def _of_config(text: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model with buffers and vectors as transformers makes them, and with matrices on the meta device."""
+    """Return the model with buffers and vectors created by transformers, and with matrices on the meta device."""
 
     def without_memory(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         return (
@@ -304,7 +304,7 @@ def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Give parameters on the meta device memory on `device` and random numbers, as `dummy_weights` does."""
+    """Allocate parameters on the meta device on `device`, with random values like `dummy_weights`."""
     made: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -316,7 +316,7 @@ def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Keep rotary embeddings from changing their frequencies: `_check_rope` has seen to it that no sequence is so long."""
+    """Keep rotary embeddings from changing their frequencies: `_check_rope` excludes sequences of that length."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
@@ -327,7 +327,7 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _Rules:
-    """Some of a model's rules, for `load_weights`."""
+    """A subset of a model's rules, for `load_weights`."""
 
     def __init__(self, rules: Sequence[WeightRule]) -> None:
         self._rules = rules
@@ -337,13 +337,13 @@ class _Rules:
 
 
 def _is_stored(rule: WeightRule) -> bool:
-    """Return True if the checkpoint holds other tensors for this weight than its plain numbers."""
+    """Return True if the checkpoint doesn't store this weight as a plain tensor."""
     return isinstance(rule.parameter, StoredWeight) and any(True for _ in rule.parameter.tensors(rule.shard_id))
 
 
 def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[WeightRule], *, whole: bool = True) -> PreTrainedModel:
-    """Return the model with the weights from `directory`, on the CPU; those of `stored` are undefined. `whole`: the checkpoint may hold no tensor
-    that the model doesn't know, but for parts that a text model leaves out. Raises `ModelLoadError`."""
+    """Return the model with the weights from `directory`, on the CPU; those of `stored` are undefined. `whole`: reject tensors that the model
+    doesn't know, except parts that a text model omits. Raises `ModelLoadError`."""
     config = copy.deepcopy(config)
     try:
         with _quiet():
@@ -374,7 +374,7 @@ def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[W
 
 
 class _GivenStates:
-    """An output of a base model that has states and nothing else, whichever names its head reads."""
+    """Output of a base model with only states, under any name that its head reads."""
 
     def __init__(self, states: torch.Tensor) -> None:
         self.last_hidden_state = states
@@ -387,19 +387,19 @@ class _GivenStates:
 
 
 class _Given(nn.Module):
-    """Stands for the base model where only the head is computed."""
+    """Replaces the base model to compute only the head."""
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _GivenStates:
         return _GivenStates(inputs_embeds)
 
     @property
     def decoder(self) -> _Given:
-        """Itself, for heads that call `self.model.decoder`."""
+        """Return itself, for heads that call `self.model.decoder`."""
         return self
 
 
 def head_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return what computes logits from hidden states: the model's own code, scaling and soft caps included, without its base."""
+    """Return a module that computes logits from hidden states: the model's own code, including scaling and soft caps, without its base."""
     head = copy.copy(model)
     base = _base_of(model)
     vars(head)["_modules"] = {name: _Given() if module is base else module for name, module in model.named_children()}
@@ -407,7 +407,7 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _shortened(config: Any, base: nn.Module, calls: list[AttentionCall]) -> tuple[Any, list[AttentionCall]]:
-    """Return the config of a model with the first layers of `base`, as many as have one of each kind, and their calls."""
+    """Return the config of a model with the first layers of `base`, at least one of each kind, and their calls."""
     count = int(config.num_hidden_layers)
     lists = [(name, module) for name, module in base.named_modules() if _holds(name, module, count, calls)]
     if not lists:
@@ -431,12 +431,12 @@ def _shortened(config: Any, base: nn.Module, calls: list[AttentionCall]) -> tupl
 
 
 def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall]) -> bool:
-    """Return True for the list of a model's `count` layers, which make the calls."""
+    """Return True for the list of a model's `count` layers, which contain the calls."""
     return isinstance(module, nn.ModuleList) and len(module) == count and any(call.module.startswith(f"{name}.") for call in calls)
 
 
 def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
-    """Return the length of a sequence that crosses every length that the config names, as far as a check can."""
+    """Return the length of a sequence that exceeds every length in the config, up to the check's limit."""
     named = [2 * call.window for call in calls if call.window is not None]
     named += [int(value) for key, value in config.to_dict().items() if "chunk" in key and isinstance(value, int) and not isinstance(value, bool)]
     named += [rope[_ORIGINAL] for rope in _ropes(config) if isinstance(rope.get(_ORIGINAL), int)]
@@ -444,13 +444,13 @@ def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the parameters of the rotary embeddings, of which there may be one for each kind of layer."""
+    """Return the parameters of the rotary embeddings; there may be one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     return list(rope.values()) if rope and all(isinstance(value, dict) for value in rope.values()) else [rope]
 
 
 def _check_rope(config: Any, max_len: int) -> None:
-    """Raises `UnsupportedError` if the rotary frequencies of one request would depend on another's length."""
+    """Raise `UnsupportedError` if the rotary frequencies of one request would depend on another's length."""
     for rope in _ropes(config):
         kind = rope.get("rope_type")
         original = int(rope.get(_ORIGINAL) or getattr(config, _ORIGINAL, 0) or config.max_position_embeddings)
@@ -463,7 +463,7 @@ def _check_rope(config: Any, max_len: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' report of tensors that are missing or unknown, which are told by us, and without its progress bar."""
+    """Context without transformers' report of missing or unknown tensors, which Dovetail reports, and without its progress bar."""
     level, had_bar = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -477,7 +477,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Without TF32."""
+    """Context without TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

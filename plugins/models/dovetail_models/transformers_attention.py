@@ -1,7 +1,7 @@
 """Transformers' attention modules on Dovetail's attention backends, through transformers' `AttentionInterface`.
 
-`trace` runs a model without memory (on the meta device) and records what each attention module asks for. `bind` gives each module its layer: it then
-writes K and V to the paged cache and attends over it.
+`trace` runs a model on the meta device and records the call of each attention module. `bind` gives each module its layer, which writes K and V to
+the paged cache and attends over it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.errors import UnsupportedError
 
-NAME = "dovetail"  # of our functions among transformers' implementations of attention and of experts
+NAME = "dovetail"  # name of our functions in transformers' registries of attention and experts implementations
 NOT_THROUGH = "{}: its attention doesn't go through transformers' AttentionInterface"
 LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`
 
@@ -51,7 +51,7 @@ _NO_EFFECT = frozenset(  # arguments of attention calls that don't change the nu
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One module's call of the attention function, as `trace` saw it."""
+    """A module's call of the attention function, recorded by `trace`."""
 
     module: str  # its name in the model
     heads: int
@@ -59,8 +59,8 @@ class AttentionCall:
     head_size: int  # of q and k; V's may be smaller, and is padded
     scale: float
     window: int | None
-    problems: tuple[str, ...]  # what can't be served
-    sinks: str | None = None  # the module's parameter that holds them
+    problems: tuple[str, ...]  # unsupported features
+    sinks: str | None = None  # name of the module's parameter
     softcap: float | None = None
 
 
@@ -112,7 +112,7 @@ def _call(
         if key not in _NO_EFFECT and given is not None and given is not False
     ]
     if mask is not None:
-        problems.append("it makes an attention mask of its own")
+        problems.append("it creates its own attention mask")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         problems.append("its attention isn't causal")
     if query.shape[2] != key.shape[2]:
@@ -124,7 +124,7 @@ def _call(
     window, softcap, given = kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
     sinks = next((own for own, parameter in module.named_parameters(recurse=False) if parameter is given), None)
     if given is not None and (sinks is None or given.shape != (query.shape[1],)):
-        problems.append("its attention has sinks that aren't a parameter of one number a head")
+        problems.append("its attention has sinks that aren't a parameter with one number per head")
     return AttentionCall(
         name,
         heads=query.shape[1],
@@ -139,7 +139,7 @@ def _call(
 
 
 def experts(module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """Transformers' experts function: grouped products without a synchronisation, and none at all while a model is traced."""
+    """Experts function for transformers: grouped products without synchronization, and no products while a model is traced."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
     result: torch.Tensor = grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
@@ -187,7 +187,7 @@ def specs_of(calls: Sequence[AttentionCall]) -> list[LayerSpec]:
 
 
 def bind(base: nn.Module, calls: Sequence[AttentionCall], layers: Sequence[AttentionLayer]) -> None:
-    """Have each attention module of `base` use its layer. Sinks are read where the module keeps them."""
+    """Make each attention module of `base` use its layer. Sinks are read from the module's parameter."""
     for call, layer in zip(calls, layers, strict=True):
         module = base.get_submodule(call.module)
         setattr(module, LAYER, layer)

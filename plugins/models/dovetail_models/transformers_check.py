@@ -1,4 +1,4 @@
-"""Proves that a model of transformers computes the same in ragged batches of chunks as transformers computes by itself.
+"""Verifies that a model of transformers computes the same in ragged batches of chunks as by itself in transformers.
 
 A model may keep state that no attention layer sees (a convolution, a recurrence), or mask attention by other means than the arguments of the call. In
 flat batches it would produce wrong tokens. So `check` runs it both ways before it may serve.
@@ -24,14 +24,14 @@ States = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (token ids [n],
 
 
 class PlainBatch:
-    """Rows of a flat batch: which tokens belong to which row. The oracle's share of what a backend's `plan` does."""
+    """Rows of a flat batch, for the plain attention of the check."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int]] = []  # (row, tokens), in the order of the batch
 
 
 class PlainAttention(AttentionLayer):
-    """Causal attention over each row's K and V, kept in a list of tensors: nothing paged, nothing clever."""
+    """Causal attention over each row's K and V, kept in a list of tensors: the simplest implementation."""
 
     def __init__(self, spec: LayerSpec, batch: PlainBatch) -> None:
         self.spec, self._batch = spec, batch
@@ -59,7 +59,7 @@ class PlainAttention(AttentionLayer):
         repeats = self.spec.heads // self.spec.kv_heads
         q, k, v = q.transpose(0, 1), k.repeat_interleave(repeats, 1).transpose(0, 1), v.repeat_interleave(repeats, 1).transpose(0, 1)
         places = torch.arange(k.shape[1], device=q.device)
-        ages = places[-q.shape[1] :, None] - places  # [queries, keys]: how long before the query the key is
+        ages = places[-q.shape[1] :, None] - places  # [queries, keys]: distance from query back to key
         seen = ages >= 0 if self.spec.window is None else (ages >= 0) & (ages < self.spec.window)
         if self.spec.softcap is not None or self.sinks is not None:
             return self._attend_by_definition(q, k, v, seen).transpose(0, 1)
@@ -117,7 +117,7 @@ def _schedule(lengths: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 
 def trial_tokens(vocab_size: int, max_len: int) -> torch.Tensor:
-    """Return the token ids [rows, tokens] that the check of the whole model computes."""
+    """Return the token ids [rows, tokens] for the check of the whole model."""
     return torch.randint(vocab_size, (TRIAL_ROWS, min(TRIAL_TOKENS, max_len)), generator=torch.Generator().manual_seed(1))
 
 

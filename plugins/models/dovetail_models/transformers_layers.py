@@ -1,8 +1,8 @@
-"""Modules of a transformers model replaced by our layers: linear layers, RMS norms, gated feed-forwards, attention, pre-norm blocks.
+"""Replaces modules of a transformers model by Dovetail's layers: linear layers, RMS norms, gated feed-forwards, attention, pre-norm blocks.
 
-`find_layers` proposes a replacement by what a traced forward pass shows, never by a class's name, and keeps it only if it computes the same numbers
-as the module that it replaces: in float32, with random weights, on inputs of several magnitudes and positions up to the longest. What isn't proven
-stays transformers' own.
+`find_layers` proposes replacements from a traced forward pass, never from class names, and keeps one only if it computes the same numbers as the
+original module: in float32, with random weights, on inputs of several magnitudes and positions up to the maximum. Unverified modules stay as they
+are.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from dovetail.runtime.parallel import SINGLE
 from dovetail_models.transformers_attention import LAYER, AttentionCall, specs_of
 from dovetail_models.transformers_check import PlainAttention, PlainBatch
 
-EXACT = 2e-5  # largest difference of a replacement, in root mean squares: sums in another order; another activation differs by more
-ABOUT = 1e-2  # the same for large inputs, which make the softmax of attention sharp
-MAGNITUDES = (0.01, 1.0, 30.0)  # of inputs: an epsilon shows in small ones, a clamp in large ones
+EXACT = 2e-5  # maximum difference of a replacement, relative to the root mean square: allows another order of sums, but no other activation
+ABOUT = 1e-2  # likewise for large inputs, which make the softmax of attention sharp
+MAGNITUDES = (0.01, 1.0, 30.0)  # of inputs: small ones reveal an epsilon, large ones a clamp
 
 Shard = tuple[Layer, str | None]
 
@@ -49,11 +49,11 @@ class Seen:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
-    operations: tuple[Any, ...]  # torch's, with shapes and scalars: modules of a class for which they are equal compute the same
+    operations: tuple[Any, ...]  # of torch, with shapes and scalars: modules of one class with equal operations compute the same
 
     @property
     def input(self) -> Any:
-        """The first argument, which is the hidden states in all modules that are looked at here."""
+        """The first argument: the hidden states, in all modules considered here."""
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
 
@@ -70,7 +70,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _described(value: Any) -> Any:
-    """Return something hashable that is equal for values that are the same but for the numbers in tensors."""
+    """Return a hashable key, equal for values that differ only in the content of tensors."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, Mapping):
@@ -80,7 +80,7 @@ def _described(value: Any) -> Any:
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[dict[str, list[Seen]]]:
-    """Record the calls of all modules of `model` while the context is open, by their names."""
+    """Context that records the calls of all modules of `model`, by name."""
     seen: dict[str, list[Seen]] = {}
     operations, begun = _Operations(), list[int]()
 
@@ -104,12 +104,12 @@ def watching(model: nn.Module) -> Iterator[dict[str, list[Seen]]]:
 
 
 class RotaryTable:
-    """The rotary embedding of a kind of layer, as kernels read it."""
+    """Rotary embedding of a kind of layer, in the form that kernels read."""
 
     def __init__(self, table: torch.Tensor) -> None:
         """`table` [max_len, head_size] float32: cos of each pair, then sin of each pair."""
         self.table = table
-        self.rotation: Any = None  # a `Rotation`, of the step that runs
+        self.rotation: Any = None  # `Rotation` of the current step
 
     def begin(self, positions: torch.Tensor) -> None:
         """Start a step: positions [tokens] int64."""
@@ -123,14 +123,14 @@ class OwnLayer(nn.Module):
     sources: dict[str, Shard]
 
     def rules(self, prefix: str) -> Iterator[WeightRule]:
-        """Yield where the parameters go of the module that has the name `prefix`."""
+        """Yield the rules for the parameters of the module `prefix`."""
         for name, (layer, shard_id) in self.sources.items():
             for kind, parameter in layer.named_parameters():
                 yield WeightRule(".".join(filter(None, (prefix, name, kind))), parameter, shard_id)
 
 
 class OwnLinear(OwnLayer):
-    """x [..., in] -> [..., out]. Every rank has all of it."""
+    """x [..., in] -> [..., out]. Not split over ranks."""
 
     def __init__(self, inputs: int, outputs: int, context: BuildContext, *, bias: bool) -> None:
         super().__init__()
@@ -142,9 +142,9 @@ class OwnLinear(OwnLayer):
 
     @property
     def weight(self) -> Any:
-        """For code of transformers that reads it."""
+        """Weight, for code of transformers that reads it."""
         if self.layer.format != DENSE:
-            raise AttributeError("these weights aren't plain numbers")
+            raise AttributeError("these weights aren't plain")
         return self.layer.weight
 
     @property
@@ -257,7 +257,7 @@ class OwnBlock(OwnLayer):
 
 
 class OwnHead(nn.Module):
-    """A linear layer that keeps the parameters of transformers' own, which may be tied to another layer's."""
+    """Linear layer with the parameters of transformers' own, which may be tied to another layer's."""
 
     def __init__(self, theirs: nn.Linear) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The replacements that were found for a base model, and the rotary embeddings that they read."""
+    """Replacements found for a base model, and the rotary embeddings that they read."""
 
     found: tuple[Found, ...] = ()
     rotaries: tuple[RotaryTable, ...] = ()
@@ -329,7 +329,7 @@ def reasons_against_split(base: nn.Module, calls: Sequence[AttentionCall], layer
 
 
 class _Unproven(Exception):
-    """A module's arguments can't be made up."""
+    """A module's arguments can't be synthesized."""
 
 
 class _Finder:
@@ -346,7 +346,7 @@ class _Finder:
         self._modules = dict(base.named_modules())
         self._specs = {call.module: spec for call, spec in zip(calls, specs_of(calls), strict=True)}
         self._position_ids = seen[""][0].kwargs["position_ids"]
-        self._positions = _spread(max_len).repeat(len(MAGNITUDES)).to(device)  # of rows of several magnitudes
+        self._positions = _spread(max_len).repeat(len(MAGNITUDES)).to(device)  # for rows of several magnitudes
         self._rotaries: dict[int, tuple[torch.Tensor, RotaryTable | None]] = {}  # by the id of a traced cos or sin: its numbers; the table of both
         self._random: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._tried: dict[Any, bool] = {}
@@ -359,7 +359,7 @@ class _Finder:
         return list(tables.values())
 
     def find(self) -> None:
-        """Fill `found`: large modules after what they consist of, which they then replace."""
+        """Fill `found`: large modules after their parts, which they then replace."""
         for kind in (self._attention, self._feed_forward, self._norm, self._linear, self._block):
             for name, module in self._modules.items():
                 if not name or self._is_replaced(name) or self._keep(name) or len(self._seen.get(name, ())) == 0:
@@ -371,12 +371,12 @@ class _Finder:
                         break
 
     def _is_replaced(self, name: str) -> bool:
-        """Return True for a module that is found, or within one."""
+        """Return True for a found module, or one within it."""
         words = name.split(".")
         return any(".".join(words[:count]) in self.found for count in range(1, len(words) + 1))
 
     def _call(self, name: str) -> Seen | None:
-        """Return the call of a module that is called once with one tensor of hidden states."""
+        """Return the call of a module that is called once, with one tensor of hidden states."""
         calls = self._seen.get(name, [])
         return calls[0] if len(calls) == 1 and isinstance(calls[0].input, torch.Tensor) else None
 
@@ -386,7 +386,7 @@ class _Finder:
             yield Found(name, OwnNorm, partial(OwnNorm, len(module.get_parameter("weight")), eps))
 
     def _eps(self, name: str, module: nn.Module) -> float | None:
-        """Return the epsilon of a module that is proven to be an RMS norm, and otherwise None."""
+        """Return the epsilon of a module verified as an RMS norm, otherwise None."""
         calls = self._seen.get(name, ())
         if not _has_only(module, {"weight"}) or module.get_parameter("weight").ndim != 1 or any(len(call.args) != 1 or call.kwargs for call in calls):
             return None
@@ -461,7 +461,7 @@ class _Finder:
         if call is None or len(parts) != 4 or [len(some) for some in by_kind.values()] != [2, 1, 1]:
             return
         (attention,), (feed_forward,) = by_kind[OwnAttention], by_kind[OwnFeedForward]
-        norms = {id(self._seen[f"{name}.{child}"][0].output): child for child in by_kind[OwnNorm]}  # by what they return
+        norms = {id(self._seen[f"{name}.{child}"][0].output): child for child in by_kind[OwnNorm]}  # by output
         order = [norms.get(id(self._seen[f"{name}.{child}"][0].input)) for child in (attention, feed_forward)]
         if None in order or order[0] == order[1] or not isinstance(call.output, torch.Tensor):
             return
@@ -476,7 +476,7 @@ class _Finder:
             yield Found(name, OwnBlock, make)
 
     def _is_of_previous(self, name: str, hidden: torch.Tensor) -> bool:
-        """Return True if `hidden` is what another block returned, and no module but `name` and those in it was given it."""
+        """Return True if `hidden` is another block's output, and only used by `name` and modules within it."""
         from_block = any(one.kind is OwnBlock and self._seen[one.name][0].output is hidden for one in self.found.values())
         readers = [
             other for other, calls in self._seen.items() for call in calls if any(one is hidden for one in (*call.args, *call.kwargs.values()))
@@ -514,7 +514,7 @@ class _Finder:
             rotary.rope_type = module.rope_type  # see `transformers._ready`
             cos, sin = (one[0] for one in at(torch.arange(self._max_len)))
             few = at(self._positions.cpu())
-        except Exception as error:  # it is made or called in another way
+        except Exception as error:  # another constructor or signature
             raise _Unproven from error
         half = cos.shape[-1] // 2
         whole = cos.ndim == 2 and all(torch.equal(one[:, :half], one[:, half:]) for one in (cos, sin))
@@ -545,7 +545,7 @@ class _Finder:
             return False
 
     def _run(self, name: str, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that `module` makes of `hidden` when it is called as the module `name` was."""
+        """Return the hidden states that `module` computes from `hidden` when called like the module `name`."""
         batch = PlainBatch()
         batch.rows = [(row, len(self._positions) // len(MAGNITUDES)) for row in range(len(MAGNITUDES))]
         for inner, spec in self._specs.items():
@@ -586,7 +586,7 @@ class _Finder:
         return made
 
     def _numbers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return random numbers between -1 and 1, others for each name: of modules that are alike, the same."""
+        """Return random numbers between -1 and 1, different by name, but the same for identical modules."""
         if (name, shape) not in self._random:
             generator = torch.Generator(self._device).manual_seed(len(self._random))
             self._random[name, shape] = torch.rand(shape, generator=generator, device=self._device) * 2 - 1
