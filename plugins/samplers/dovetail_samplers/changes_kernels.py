@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Rules and penalties on a GPU: logits go to float32 memory, and those that a row has rules for, or whose tokens it has seen, are changed there.
+"""Rules and penalties on a GPU: logits are copied to float32 memory, and those with rules, or of tokens in the history, are changed there.
 
 Two kernels. `_widen` copies, tile by tile. `_change` takes a row a program, and looks at single logits alone: those of its rules, and of the tokens
 that it has seen. There is no state but the history. A token that was seen several times must be changed once, by how often it was generated, so
 tokens are counted in the very places of their logits:
 
-    every seen token     swaps its logit for MARK: the first to come gets the logit, and keeps it; it is the one that will change it
+    every seen token     swaps its logit for MARK: the first one gets the logit, keeps it, and will change it
     every generated one  adds 1
-    those that keep one  read how much more than MARK there is, and write the changed logit
+    those that keep one  read the count above MARK, and write the changed logit
 
 That costs a few dozen bytes a token, where attention has just read some thousands. Twins: `rules.apply` and `penalties`, to the bit: so divisions are
 exact, and no product is fused with a sum.
@@ -30,7 +30,7 @@ ADDRESS = tl.constexpr(0)  # the first of 8 bytes
 NUM_BIASES, NUM_ALLOWED, NUM_STOPS, NUM_BAD_WORDS, NUM_PREFIX_TOKENS, MIN_TOKENS = (tl.constexpr(word) for word in range(2, 8))
 REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(word) for word in range(8, 11))
 NEVER, LEAST = tl.constexpr(rules.NEVER), tl.constexpr(rules.LEAST)
-MARK = tl.constexpr(0x7FA5A5A5)  # a NaN that no arithmetic makes; with some millions more it is another
+MARK = tl.constexpr(0x7FA5A5A5)  # a NaN that no arithmetic produces, even with some millions added
 
 TILE, CHUNK = 4096, 1024
 WIDEN_WARPS, CHANGE_WARPS = 4, 8
@@ -42,7 +42,7 @@ def _widen(
     changed,  # [any, vocab] float32
     rows,  # [n] int64
     ints,  # the records of all rows
-    finite,  # [n, WIDTH] int32: how many of a tile's logits aren't -inf
+    finite,  # [n, WIDTH] int32: number of a tile's logits that aren't -inf
     max_rows,
     vocab,
     stride,
@@ -50,7 +50,7 @@ def _widen(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Only allowed tokens are left to `_change`."""
+    """Copy a tile; rows with allowed tokens are left to `_change`."""
     let_next_begin(PDL)
     wait(PDL)
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -76,7 +76,7 @@ def _change(
     token_ids,  # [max_rows, width] int32
     num_tokens,
     prompt_lens,
-    kept,  # like token_ids: of a token that keeps its logit, this
+    kept,  # like token_ids: the logits kept by tokens
     finite,
     max_rows,
     vocab,
@@ -125,7 +125,7 @@ def _apply_rules(logits, changed, record, packed, seen, known, generated, num_fi
         tl.store(changed + token, tl.where(x < LEAST, LEAST, x), mask=i < num_allowed)
     if num_allowed >= 0:
         num_finite = num_allowed
-    tl.debug_barrier()  # logits are read by other threads than wrote them
+    tl.debug_barrier()  # logits are read by other threads than those that wrote them
     for start in range(0, num_biases, CHUNK):
         i = start + tl.arange(0, CHUNK)
         token = tl.load(packed + i, mask=i < num_biases, other=0)

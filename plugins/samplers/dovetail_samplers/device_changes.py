@@ -1,4 +1,4 @@
-"""The biases, bans and penalties of rows, kept on the device so that logits are changed without the host: `DeviceChanges`. Needs Triton's kernels."""
+"""`DeviceChanges`: biases, bans and penalties of rows on the device, to change logits without the host. Needs Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail_samplers.table import Needs, RowTable
 
 RECORD = np.dtype(
     [
-        ("address", np.int64),  # of what `RowRules` has packed; 0: none
+        ("address", np.int64),  # of the row's `RowRules.packed`; 0: none
         ("num_biases", np.int32),
         ("num_allowed", np.int32),  # -1: all are
         ("num_stops", np.int32),
@@ -28,11 +28,11 @@ RECORD = np.dtype(
     ]
 )
 NONE = np.array([(0, 0, -1, 0, 0, 0, 0, 1, 0, 0, -1)], RECORD)
-AT_ONCE = 1 << 26  # changed logits, of 4 bytes: rows beyond these are changed and drawn afterwards, in the same memory
+AT_ONCE = 1 << 26  # changed logits of 4 bytes; further rows are processed afterwards, in the same memory
 
 
 class DeviceChanges:
-    """A record for each of `max_rows` rows, and one for padding; and room for changed logits. The tensors keep their addresses."""
+    """Records of `max_rows` rows plus one for padding, and memory for changed logits. Tensors keep their addresses."""
 
     def __init__(self, max_rows: int, vocab_size: int, history: RowHistory, device: torch.device) -> None:
         self._history = history
@@ -43,7 +43,7 @@ class DeviceChanges:
         self._kept = torch.empty_like(history.token_ids)
 
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
-        """Take over these rows' parameters; only enqueues. The table keeps what is packed as long as the row."""
+        """Set these rows' parameters, without synchronizing. The table keeps the packed rules as long as the row."""
         records = NONE.repeat(len(rows))
         for record, row in zip(records, rows.tolist(), strict=True):
             if (rules := table.rules.get(row)) is not None:

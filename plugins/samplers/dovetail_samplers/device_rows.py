@@ -1,6 +1,6 @@
-"""The parameters of all rows on the device, and drawing tokens from them and the logits alone, without asking the host: `DeviceRows`.
+"""`DeviceRows`: parameters of all rows on the device, and drawing tokens from these and the logits, without the host.
 
-That is what a CUDA graph can hold. On a GPU `fused` draws; `draw_plain` is the same in plain torch.
+This can be recorded in a CUDA graph. On a GPU `fused` draws; `draw_plain` is the same in plain torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The columns of RECORD for n rows, on the device, [n] each."""
+    """Columns of RECORD for n rows, on the device, [n] each."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor
@@ -45,7 +45,7 @@ class Parameters:
 
 
 class DeviceRows:
-    """A record for each of `max_rows` rows, and one for padding. The tensors keep their addresses."""
+    """Records of `max_rows` rows plus one for padding. Tensors keep their addresses."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         empty = np.zeros(max_rows + 1, RECORD)
@@ -54,7 +54,7 @@ class DeviceRows:
         self.hashes = id_hashes(vocab_size).to(device)
 
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
-        """Take over these rows' parameters; only enqueues."""
+        """Set these rows' parameters, without synchronizing."""
         records = np.empty(len(rows), RECORD)
         records["temperature"] = np.where(table.needs[rows] & Needs.RANDOM, table.temperature[rows], 0)
         for name, column in (("top_k", table.top_k), ("top_p", table.top_p), ("min_p", table.min_p), ("seed_state", table.seed_states)):
@@ -82,7 +82,7 @@ def _words(records: NDArray[Any]) -> NDArray[np.int32]:
 
 
 def draw_plain(logits: torch.Tensor, rows: torch.Tensor, of: Parameters, history: RowHistory, hashes: torch.Tensor) -> torch.Tensor:
-    """Each row takes every step, and what it doesn't need does nothing: a row without a filter keeps all, a greedy one loses its race."""
+    """Every row takes every step; unneeded ones are no-ops: without a filter all tokens are kept, and a greedy row's race is ignored."""
     rows = rows.clamp(max=len(history.num_tokens) - 1)
     positions = (history.num_tokens[rows] - history.prompt_lens[rows]).to(torch.int64)
     wide, random = logits.to(torch.float32), of.temperature > 0

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: which of a row's tokens may be sampled. The likeliest token always may.
+"""Top-k, top-p and min-p: the tokens of a row that may be sampled. The most likely token is always kept.
 
 Top-k keeps exactly k tokens, top-p the fewest whose probability reaches p, likeliest first; equal logits are told apart by id, the lowest
 first, so that top_k=1 is greedy. Both come down to a value and a number (`Cut`): keep what is above the value, and of what equals it as many
@@ -15,7 +15,7 @@ import torch
 
 from dovetail_samplers.order import largest, on_cpu
 
-FEW = 256  # tokens that top-p looks at on the CPU before it sorts all
+FEW = 256  # tokens that top-p inspects on the CPU before sorting all
 LEAST = torch.finfo(torch.float32).min
 
 
@@ -28,7 +28,8 @@ class Cut:
 
 
 def cut_top_k(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, max_k: int) -> Cut:
-    """For rows with a top-k and perhaps a top-p, of what top-k leaves: top_k [n] int64 from 1 to max_k, top_p [n] float32, inf for none."""
+    """Return the cut of rows with top-k, and optionally top-p among the tokens that it keeps: top_k [n] int64 from 1 to max_k, top_p [n] float32, inf
+    for none."""
     best = largest(scores, max_k)  # [n, max_k]
     weights = best.exp()
     weights *= torch.arange(max_k, device=scores.device) < top_k[:, None]
@@ -37,12 +38,12 @@ def cut_top_k(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, ma
 
 
 def cut_top_p(scores: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) -> Cut:
-    """For rows with a top-p alone: top_p [n] float32."""
+    """Return the cut of rows with only top-p: top_p [n] float32."""
     vocab = scores.shape[1]
     total = weights.sum(-1, keepdim=True)  # [n, 1]
     if on_cpu(scores) and vocab > 2 * FEW:
         cut = _cut_top_p(largest(scores, FEW), total, top_p)
-        if bool((cut.count < FEW).all()):  # every row's p was reached within them
+        if bool((cut.count < FEW).all()):  # all rows reach p within these
             return cut
     return _cut_top_p(largest(scores, vocab), total, top_p)
 
@@ -54,13 +55,13 @@ def _cut_top_p(best: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor) -> 
 
 def _reaching(weights: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """weights [n, c] descending, of rows that weigh `total` [n, 1] in all -> [n, 1] int64: how many it takes to reach top_p [n]; c at most."""
-    before = weights.cumsum(-1).sub_(weights)  # [n, c]: what the likelier ones weigh together
+    before = weights.cumsum(-1).sub_(weights)  # [n, c]: total weight of the more likely ones
     return before.lt_(total * top_p[:, None]).sum(-1, keepdim=True).to(torch.int64).clamp_(min=1)
 
 
 def keep(scores: torch.Tensor, cut: Cut) -> torch.Tensor:
     """[n, vocab] float32: 1 for tokens within the cut, else 0."""
-    kept = torch.ge(scores, cut.value, out=torch.empty_like(scores))  # a float result is quicker than bool
+    kept = torch.ge(scores, cut.value, out=torch.empty_like(scores))  # a float result is faster than bool
     too_many = kept.sum(-1, keepdim=True) > cut.count  # float32 counts exactly to 2**24
     if on_cpu(scores) and not bool(too_many.any()):
         return kept

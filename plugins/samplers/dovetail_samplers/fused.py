@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Drawing a token for each row on a GPU, whatever its parameters: logits are read once, nothing is sorted, nothing waits for the host.
+"""Draws a token for each row on a GPU, with any parameters: logits are read once, without sorting or synchronizing with the host.
 
 Two kernels. `_survey` goes over tiles of the vocabulary, all at once; `_choose` makes each row's choice of what that left:
 
@@ -42,10 +42,10 @@ from dovetail_samplers import noise
 WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `device_rows.RECORD`
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(word) for word in range(4))
 SEED_STATE = tl.constexpr(2)  # the third of 8 bytes
-NONE = tl.constexpr(1e30)  # as large or larger: no top-p
+NONE = tl.constexpr(1e30)  # from here on: no top-p
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 MANY = tl.constexpr(1 << 30)  # tokens
-HOTTEST = tl.constexpr(1e37)  # a temperature whose inverse is no subnormal number
+HOTTEST = tl.constexpr(1e37)  # a temperature with a normal inverse
 
 MIX_32_0, MIX_32_1, MIX_32_2 = (tl.constexpr(multiplier) for multiplier in noise.MIX_32)
 MIX_64_0, MIX_64_1 = (tl.constexpr(multiplier) for multiplier in noise.MIX_64)
@@ -60,20 +60,20 @@ SERIES_0, SERIES_1, SERIES_2, SERIES_3 = (tl.constexpr(c) for c in (1.4426944, 0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes into which the work is split; powers of two. The result doesn't depend on them."""
+    """Sizes into which the work is split; powers of two. They don't affect results."""
 
-    tile: int = 2048  # ids of a program of `_survey`
-    rows: int = 4  # that such a program goes over, at most: it fetches the ids' hashes once
-    programs: int = 4096  # that share a GPU evenly: with fewer, none goes over several rows
-    group: int = 64  # ids of which the largest logit is kept
-    chunk: int = 2048  # logits that `_choose` looks at in one go
-    pivots: int = 4  # places that one round of a search tries
+    tile: int = 2048  # ids per program of `_survey`
+    rows: int = 4  # maximum rows per such program, which loads the ids' hashes once
+    programs: int = 4096  # to fill a GPU evenly: with fewer, each has a single row
+    group: int = 64  # ids per group whose largest logit is kept
+    chunk: int = 2048  # logits that `_choose` processes at once
+    pivots: int = 4  # pivots per round of a search
     survey_warps: int = 2
     choose_warps: int = 8
 
 
 SIZES = Sizes()
-SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # of a float32 that is made of such a number: always 0
+SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # of a float32 converted from this dtype: always 0
 
 
 # ---- noise
@@ -122,7 +122,7 @@ def _keys_of(row, longs, num_tokens, prompt_lens):
     return stream_keys(tl.load(longs + row * (WORDS // 2) + SEED_STATE), position)
 
 
-# ---- all rows: one look at the logits
+# ---- all rows: one pass over the logits
 
 
 @triton.jit(do_not_specialize=["each", "n", "max_rows"])
@@ -194,7 +194,7 @@ def _is_filtered(row, floats, ints, vocab):
     return (tl.load(ints + row * WORDS + TOP_K) < vocab) | (tl.load(record + TOP_P) < NONE) | (tl.load(record + MIN_P) > 0)
 
 
-# ---- each row: the choice
+# ---- each row: drawing
 
 
 @triton.jit(do_not_specialize=["max_rows", "tiles"])
@@ -210,7 +210,7 @@ def _choose(
     tops,
     found,
     group_tops,
-    hits,  # [n, groups] int32, for the groups that are read again
+    hits,  # [n, groups] int32: groups to read again
     token_ids,  # [n] int64
     max_rows,
     vocab,
@@ -257,12 +257,12 @@ def _choose(
             key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
             times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=token < vocab, other=0))
         token = chosen * TILE + tl.argmin(times, 0)
-    tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))  # NaN may win as a place that doesn't exist
+    tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))  # NaN may win at an invalid index
 
 
 @triton.jit
 def _choose_filtered(
-    logits,  # of this row, like all that follows
+    logits,  # of this row, like the following
     row,
     floats,
     ints,
@@ -282,7 +282,7 @@ def _choose_filtered(
     PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """The token of a row that has a filter."""
+    """Return the token of a row with a filter."""
     top_k = tl.load(ints + row * WORDS + TOP_K)
     top_p, min_p = tl.load(floats + row * WORDS + TOP_P), tl.load(floats + row * WORDS + MIN_P)
     has_k, has_p = top_k < vocab, top_p < NONE
@@ -297,9 +297,9 @@ def _choose_filtered(
         bound = _reaching(group_tops, hits, groups, groups, top_p * total, bound, highest, top, sharpness, True, 0, CHUNK, PIVOTS, SPARE)
     least = tl.where(has_k | has_p, 0.0, min_p)
     count = _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK, SPARE)
-    tl.debug_barrier()  # the list is read by other threads than wrote it
+    tl.debug_barrier()  # the list is read by other threads than those that wrote it
 
-    # Where the row ends: all above `end` stay, and of its equals as many as `room`
+    # The cut: all above `end` are kept, and `room` of its ties
     end, room = bound, tl.full((), MANY, tl.int32)
     if has_k:
         end = _reaching(logits, hits, count, vocab, k, bound, highest, top, sharpness, False, GROUP, CHUNK, PIVOTS, SPARE)
@@ -390,7 +390,8 @@ def _reaching(
 
 @triton.jit
 def _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl.constexpr, SPARE: tl.constexpr):
-    """Write the groups whose largest is at `bound` or above, and weighs `least` or more, to `hits`, in ascending order; how many they are."""
+    """Write the groups whose largest is at least at `bound`, with a weight of at least `least`, to `hits`, in ascending order; return their
+    number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, groups, CHUNK):
         group, x, key, inside = _read(group_tops, hits, start, groups, groups, 0, CHUNK, SPARE)
@@ -426,7 +427,7 @@ def draw(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     tiles, groups = triton.cdiv(vocab, sizes.tile), triton.cdiv(vocab, sizes.group)
-    width = max(4, triton.next_power_of_2(tiles))  # 4: each plane is aligned
+    width = max(4, triton.next_power_of_2(tiles))  # at least 4, to align each plane
     tops, found = torch.empty((2, n, width), dtype=torch.float32, device=logits.device)
     group_tops = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
     hits = torch.empty((n, groups), dtype=torch.int32, device=logits.device)

@@ -1,4 +1,4 @@
-"""Counter-based noise: a number for each (seed, output position, vocabulary id), computed from these three alone.
+"""Counter-based noise: a number for each (seed, output position, vocabulary id), computed only from these.
 
 There is no generator and no state, so a request's noise doesn't depend on its row, on the batch or on preemptions, and every rank computes
 the same. Integers only until the last step: the bits are the same on every device.
@@ -18,7 +18,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # of SplitMix64: 2**64 / golden ratio, odd
 
 
 def _signed(value: int, bits: int) -> int:
-    """The integer of so many bits, in two's complement, with the same bits."""
+    """Return the signed integer, in two's complement, with the same bits."""
     return value - 2**bits if value >= 2 ** (bits - 1) else value
 
 
@@ -47,12 +47,12 @@ def stream_keys(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_64(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift to the right: torch's own repeats the sign."""
+    """Logical right shift; torch's is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def id_hashes(vocab_size: int) -> torch.Tensor:
-    """[vocab_size] int32: a strong hash of each vocabulary id; made once."""
+    """Return [vocab_size] int32: a strong hash of each vocabulary id; computed once."""
     x = np.arange(vocab_size, dtype=np.uint32)
     x ^= x >> 17
     for multiplier, shift in zip(MIX_32, (11, 15, 14), strict=True):
@@ -71,7 +71,7 @@ def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
 
 
 def _noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Them, and a tensor like them that is free to be overwritten: on the CPU, taking new memory costs as much as the arithmetic."""
+    """Return the bits, and a scratch tensor of their shape: on the CPU, allocating memory costs as much as the arithmetic."""
     x = torch.bitwise_xor(hashes, keys[:, :1])  # [n, ids] int32
     torch.add(keys[:, 1:], x, alpha=SIGNED_32[0], out=x)
     shifted = torch.empty_like(x)

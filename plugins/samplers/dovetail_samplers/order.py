@@ -1,7 +1,7 @@
-"""The largest values of each row, and what is different on the CPU.
+"""Largest values of each row, with separate code for the CPU.
 
-There numpy sorts and searches: it uses vector instructions, torch doesn't and is 10 times as slow. And there a result may be looked at freely,
-so that work can be cut to what it turns out to need; on a device that would wait for all that is enqueued.
+There numpy sorts and searches: it uses vector instructions, torch doesn't and is 10 times slower. And there results can be inspected to skip work;
+on a device that would synchronize.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def first_argmax(values: torch.Tensor) -> torch.Tensor:
-    """values [n, m] of any float dtype -> [n] int64: where the largest is, the lowest index on ties."""
+    """values [n, m] of any float dtype -> [n] int64: index of the largest, the lowest on ties."""
     if not on_cpu(values):
         return values.argmax(dim=-1)
     return torch.from_numpy(values.to(torch.float32).numpy().argmax(-1))

@@ -12,15 +12,15 @@ from dovetail_samplers.order import on_cpu
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The tokens that some rows have seen. On the CPU they are cut to the longest row."""
+    """Tokens in the history of some rows. On the CPU they are cut to the longest row."""
 
-    token_ids: torch.Tensor  # [n, len] int64; beyond a row's tokens its first one again, a valid id
+    token_ids: torch.Tensor  # [n, len] int64; padded with the row's first token, a valid id
     known: torch.Tensor  # [n, len] bool
     generated: torch.Tensor  # [n, len] bool
 
 
 def seen(history: RowHistory, rows: torch.Tensor) -> Seen:
-    """rows [n] int64 -> their tokens. Each has one at least."""
+    """Return the tokens of rows [n] int64, each with at least one."""
     num_tokens = history.num_tokens[rows][:, None]
     longest = int(num_tokens.max()) if on_cpu(num_tokens) else history.token_ids.shape[1]
     token_ids = history.token_ids[rows, :longest].to(torch.int64)
@@ -39,6 +39,6 @@ def repetition(logits: torch.Tensor, seen: Seen, penalty: torch.Tensor) -> None:
 
 
 def presence_and_frequency(logits: torch.Tensor, seen: Seen, presence: torch.Tensor, frequency: torch.Tensor) -> None:
-    """Subtract presence [n] from the logit of each generated token, and frequency [n] as often as it was generated. Changes logits [n, vocab]."""
-    counts = torch.zeros_like(logits).scatter_add_(1, seen.token_ids, seen.generated.to(logits.dtype))  # whole numbers: exact in any order
+    """Subtract presence [n] from the logit of each generated token, and frequency [n] times its count. Changes logits [n, vocab]."""
+    counts = torch.zeros_like(logits).scatter_add_(1, seen.token_ids, seen.generated.to(logits.dtype))  # integers: exact in any order
     logits -= counts * frequency[:, None] + counts.clamp(max=1) * presence[:, None]

@@ -1,8 +1,8 @@
-"""The rules of a request about single tokens: logit_bias, allowed_token_ids, bad words and the stop tokens before min_tokens.
+"""Rules of a request about single tokens: logit_bias, allowed_token_ids, bad words, and stop tokens before min_tokens.
 
-A row's rules are packed into one tensor when it begins (`RowRules`). The wishes (bias, allowed ids) are applied first, then the bans (bad words,
-stop tokens). Something can always be sampled: if a row's bans leave nothing of what its wishes allow, they are lifted in that step; if the model
-gives every allowed token -inf, they are equally likely.
+A row's rules are packed into one tensor when it starts (`RowRules`). Bias and allowed ids are applied first, then the bans (bad words, stop
+tokens). Something can always be sampled: if the bans exclude all allowed tokens, they are lifted in that step; if the model gives every allowed
+token -inf, they are equally likely.
 
 `apply` is for all devices; on a GPU with Triton `changes_kernels` does the same, and is tested against it.
 """
@@ -19,8 +19,8 @@ from dovetail.api.sampler import RowHistory, RowSampling
 from dovetail.runtime.transfer import to_device
 
 NEVER = float("-inf")
-NO_TOKEN = -1  # before a row's first one
-LEAST = -1e30  # an allowed logit is this at least: not -inf, and still not after a penalty
+NO_TOKEN = -1  # before a row's first token
+LEAST = -1e30  # minimum of allowed logits: not -inf, even after a penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class RowRules:
     num_allowed: int  # -1: all are
     num_stops: int
     num_bad_words: int
-    num_prefix_tokens: int  # of all bad words
-    min_tokens: int  # the stop tokens are kept out while fewer are generated
+    num_prefix_tokens: int  # of all bad words together
+    min_tokens: int  # stop tokens are banned while fewer are generated
 
     @classmethod
     def of(cls, sampling: RowSampling, vocab_size: int, device: torch.device) -> RowRules | None:
-        """None: the row has no rules. Ids that the vocabulary doesn't have are left out."""
+        """Pack a row's rules; None if it has none. Ids outside of the vocabulary are ignored."""
 
         def known(ids: tuple[int, ...]) -> list[int]:
             return sorted({i for i in ids if 0 <= i < vocab_size})
@@ -66,7 +66,7 @@ class RowRules:
 
     @property
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids [b] int64, and what is added to their logits, [b] float32."""
+        """Ids [b] int64, and biases of their logits [b] float32."""
         ids, values = self.packed[: 2 * self.num_biases].view(2, -1)
         return ids.long(), values.view(torch.float32)
 
@@ -82,7 +82,7 @@ class RowRules:
 
     @property
     def prefixes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[t] int64 each: the tokens, each one's bad word, and how far it stands before the row's end."""
+        """[t] int64 each: tokens, index of their bad word, and distance from the row's end."""
         start = len(self.packed) - 3 * self.num_prefix_tokens
         tokens, words, distances = self._part(start, 3 * self.num_prefix_tokens).view(3, -1)
         return tokens, words, distances
@@ -92,7 +92,7 @@ class RowRules:
 
 
 def _distances(lens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return how far each of the tokens stands before the end of its list: for [3, 1] that is 3, 2, 1, 1."""
+    """Return the distance of each token from the end of its list: 3, 2, 1, 1 for [3, 1]."""
     return np.repeat(np.cumsum(lens), lens) - np.arange(lens.sum())
 
 
@@ -132,7 +132,7 @@ def _ban(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows:
     if not bans:
         return
     index, ids = _joined([(i, r.banned) for i, r in bans])
-    active = torch.cat([_active(r, history, rows[i : i + 1]) for i, r in bans])  # an index of one: a number would have to be known to the host
+    active = torch.cat([_active(r, history, rows[i : i + 1]) for i, r in bans])  # one-element tensors: integers would synchronize
     before = logits[index, ids]
     logits.index_put_((index, ids), torch.where(active, NEVER, 0.0), accumulate=True)  # a token may be banned twice
     nothing_left = logits.amax(-1) == NEVER  # [n]
@@ -140,7 +140,7 @@ def _ban(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows:
 
 
 def _active(rules: RowRules, history: RowHistory, row: torch.Tensor) -> torch.Tensor:
-    """[s + w] bool: which of the bans of row [1] hold now."""
+    """Return [s + w] bool: the currently active bans of row [1]."""
     known = history.num_tokens[row]
     too_few = (known - history.prompt_lens[row] < rules.min_tokens).expand(rules.num_stops)
     if not rules.num_bad_words:

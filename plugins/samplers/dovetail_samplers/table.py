@@ -1,7 +1,7 @@
-"""The sampling parameters of all rows, on the host, and what they ask of a step: `RowTable`, `Needs`.
+"""`RowTable`: sampling parameters of all rows on the host. `Needs`: what they require of a step.
 
-They change only when rows come and go, and the step's choice of paths (`Needs`) must be known to the host, so the table is numpy; what a
-step's rows need of it is sent with the step.
+They change only when rows start and end, and the host must know a step's paths (`Needs`), so the table is numpy; the values that a step's rows need
+are sent with the step.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dovetail.runtime.transfer import to_device
 from dovetail_samplers.noise import seed_state
 from dovetail_samplers.rules import RowRules
 
-TEMPERATURES = (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max))  # outside, float32 would make them 0 or infinite
-NO_TOP_P = np.inf  # 1 would let rounding drop the last ones
+TEMPERATURES = (float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max))  # outside, float32 would be 0 or infinite
+NO_TOP_P = np.inf  # 1 would drop the last tokens due to rounding
 
 
 class Needs(IntFlag):
-    """Flags of what a row needs besides the most likely token."""
+    """Flags of a row's needs besides the most likely token."""
 
     RANDOM = 1  # temperature above 0, and more than one token to choose from
     TOP_K = 2
@@ -40,7 +40,7 @@ class Needs(IntFlag):
 
 def needs_of(sampling: RowSampling, rules: RowRules | None, vocab_size: int) -> Needs:
     needs = Needs(0)
-    if sampling.temperature > 0 and sampling.top_k != 1:  # top_k=1 keeps the likeliest token only, as greedy does
+    if sampling.temperature > 0 and sampling.top_k != 1:  # top_k=1 is greedy
         needs |= Needs.RANDOM
         if 0 < sampling.top_k < vocab_size:
             needs |= Needs.TOP_K
@@ -60,7 +60,7 @@ def needs_of(sampling: RowSampling, rules: RowRules | None, vocab_size: int) -> 
 
 
 class RowTable:
-    """Column by column, indexed by row; `rules` of the rows that have some."""
+    """Parameters by column, indexed by row; `rules`: of rows that have any."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
