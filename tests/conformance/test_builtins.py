@@ -60,10 +60,10 @@ def suites() -> Iterator[type[Suite]]:
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick profile tries a third of what the schedulers' suite does: there are many of them, and each has its own tests too."""
+    """The quick profile tries a sixth of what the schedulers' suite does: there are many of them, and each has its own tests too."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
-        repeatable.for_all(among, examples // 3, *rest)
+        repeatable.for_all(among, examples // 6, *rest)
 
     if not FULL:
         monkeypatch.setattr(scheduler, "for_all", for_some)

@@ -209,7 +209,7 @@ def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine:
     assert found_machine.error < 0.01
 
 
-@pytest.mark.parametrize(("workload", "scheduler"), [(BUSY, "fcfs"), (BURSTS, "sarathi")])
+@pytest.mark.parametrize(("workload", "scheduler"), [(BUSY, "fcfs"), pytest.param(BURSTS, "sarathi", marks=pytest.mark.slow)])
 def test_a_machine_that_replays_small_steps_is_predicted(found_machine: StepTimeProfile, workload: str, scheduler: str) -> None:
     assert differences(found_machine, workload, scheduler) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
 

@@ -87,7 +87,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
 
 
 @every_policy
-@examples(quick=60, full=2000)
+@examples(quick=25, full=2000)
 @given(data=st.data())
 def test_somebody_runs_or_makes_room(policy: Policy, data: st.DataObject) -> None:
     situation = data.draw(situations())
@@ -112,7 +112,7 @@ def specs(draw: st.DrawFn, index: int) -> Spec:
 
 
 @every_policy
-@examples(quick=15, full=500)
+@examples(quick=6, full=500)
 @given(data=st.data())
 def test_whoever_comes_and_goes_all_are_answered_rightly(policy: Policy, data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([1, 2, 4]))

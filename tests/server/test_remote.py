@@ -93,7 +93,7 @@ def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: P
     run(main())
 
 
-@both
+@pytest.mark.parametrize("link", [pytest.param("thread", marks=pytest.mark.slow), "zmq"])  # what such a listener hears, both make in one place
 def test_a_listener_that_wants_nothing_but_text_hears_the_same_text(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
