@@ -124,10 +124,7 @@ def _activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: t
 @triton.jit
 def _scales_of(scales, expert, outputs, INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SHARING: tl.constexpr):
     """Where the scales of an expert begin, which has so many outputs, or its zeros."""
-    if KIND == 0 or GROUP == 0:
-        groups: tl.constexpr = 1
-    else:
-        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    groups: tl.constexpr = 1 if KIND == 0 or GROUP == 0 else (INPUTS + GROUP - 1) // GROUP
     return scales + expert * (outputs // SHARING * groups)
 
 
