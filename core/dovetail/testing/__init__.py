@@ -1,7 +1,6 @@
-"""Tools for authors of components: the conformance suites and `run`, fakes that keep books of their own, and `plan`, which runs one step of a
-policy.
+"""Tools for authors of components: the conformance suites and `run`, fakes that validate their calls, and `plan`, which runs one step of a policy.
 
-The names are loaded when first used.
+Names are loaded on first use.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
             bound = mine.bind(*args, **kwargs)
         except TypeError as error:
             return str(error)
-        moved = [f"{name!r} stands where {value!r} should" for name, value in bound.arguments.items() if isinstance(value, str) and name != value]
+        moved = [f"{name!r} is where {value!r} should be" for name, value in bound.arguments.items() if isinstance(value, str) and name != value]
         if moved:
             return moved[0]
     return None

@@ -1,4 +1,4 @@
-"""`AttentionLatent`: the checks of layers that store K alone, of which V is a part."""
+"""`AttentionLatent`: checks of layers that store only K, with V as a part of it."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.new_blocks", since="0.1")
     def test_blocks_are_appended_in_order(self) -> None:
-        """Requests whose tables grew as they went generated other tokens. `new_blocks[i]` goes to the end of the table of `new_block_rows[i]`, in
-        order, however the rows alternate; another that begins on these blocks, in this order, must find there what was computed."""
+        """Requests with growing tables generated other tokens. Append `new_blocks[i]` to the table of `new_block_rows[i]`, in order, for any order
+        of rows; another request with these blocks, in this order, must find the computed values there."""
         with self._bench() as bench:
             size = bench.block_size
             lengths = {"a": 1, "c": size}
@@ -32,8 +32,8 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.cached", since="0.1")
     def test_a_row_may_begin_on_blocks_that_others_wrote(self) -> None:
-        """A request began with `computed` tokens in blocks that another had written, before or in this very step, and generated other tokens than
-        alone. `computed` tokens need no work; the K and V of the whole batch are written before any row attends."""
+        """A request started with `computed` tokens in blocks written by another, before or in the same step, and generated other tokens than by
+        itself. `computed` tokens need no work; write the K and V of the whole batch before any row attends."""
         with self._bench() as bench:
             shared = 2 * bench.block_size
             prompt = bench.prompt(shared + 3)
@@ -49,8 +49,8 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_shared_prefix_changes_no_token(self) -> None:
-        """`Capacity.shared_prefix` says that it makes use of `Batch.shared_prefix_blocks`, and requests whose tables begin with the same blocks
-        generated other tokens with it than alone. These blocks, and no more, may be read once for all rows of the batch."""
+        """The executor declares `Capacity.shared_prefix`, and requests with `Batch.shared_prefix_blocks` generated other tokens than by themselves.
+        Exactly these blocks may be read once for all rows of the batch."""
         with self._bench() as bench:
             shared = 2 * bench.block_size
             prompts = {name: bench.prompt(shared) + bench.prompt(3 + variant, variant) for variant, name in enumerate("abc")}
@@ -68,8 +68,8 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.copies", since="0.1")
     def test_copies_run_in_order_and_before_the_step_writes(self) -> None:
-        """A request began on copies of another's blocks and generated other tokens than alone. Copies run one after the other (one may read what
-        the one before it wrote), after the rows have changed and before the step writes, since a source may belong to another request by then."""
+        """A request started on copies of another's blocks and generated other tokens than by itself. Run copies in order (one may read what the
+        previous one wrote), after the rows' changes and before the step's writes, since a source may then belong to another request."""
         with self._bench() as bench:
             length = bench.block_size + bench.block_size // 2 + 1
             prompt = bench.prompt(length)

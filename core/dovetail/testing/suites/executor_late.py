@@ -68,7 +68,7 @@ class ExecutorLate(ExecutorSubject):
                 return
             allowed = [0, bench.capacity.vocab_size - 1]
             drawn, again = ([token for turn in range(2) for token in _draw(bench, allowed, turn)] for _ in range(2))
-            told = f"{len(drawn)} rows with seeds of their own at temperature {HOT:g}, allowed {allowed}, drew {drawn}"
+            told = f"{len(drawn)} rows with different seeds at temperature {HOT:g}, allowed {allowed}, drew {drawn}"
             require(set(drawn) == set(allowed), told)
             require(drawn == again, f"{told}, and then {again}")
 
@@ -87,7 +87,7 @@ class ExecutorLate(ExecutorSubject):
                 bench.collect()
                 bench.sample({"a": sorted({expected[len(bench.tokens["a"])], 0})})
             bench.collect()
-            require_same(bench, "a", expected, "sampled late, each mask allowing the token that it had alone")
+            require_same(bench, "a", expected, "sampled late, each mask allowing the token that it generates by itself")
 
     @check("executor.masked_logprobs", since="0.3", capability="logprobs")
     def test_masks_leave_log_probabilities_as_they_are(self) -> None:
@@ -96,7 +96,7 @@ class ExecutorLate(ExecutorSubject):
             if not self.declares("masks"):
                 return
             raw = self._first_logprobs(bench, None)
-            other = int(raw.token_ids[0, 2])  # the second likeliest
+            other = int(raw.token_ids[0, 2])  # the second most likely
             masked = self._first_logprobs(bench, [other])
             require(int(masked.token_ids[0, 0]) == other, f"only token {other} was allowed, and {masked.token_ids[0, 0]} was sampled")
             near = np.allclose(masked.logprobs[0, 1:], raw.logprobs[0, 1:], atol=1e-4) and np.isclose(

@@ -66,11 +66,11 @@ def _check_logprobs(found: HostLogprobs, tokens: list[int], k: int, which: str) 
     require(dtypes == ["int64", "float32", "int64"], f"token_ids, logprobs and ranks are {', '.join(dtypes)}; expected int64, float32 and int64")
     shapes = found.token_ids.shape, found.logprobs.shape, found.ranks.shape
     wanted = (len(tokens), 1 + k), (len(tokens), 1 + k), (len(tokens),)
-    require(shapes == wanted, f"logprobs of {len(tokens)} tokens {which}, and of the {k} likeliest: shapes are {shapes}, expected {wanted}")
+    require(shapes == wanted, f"logprobs of {len(tokens)} tokens {which}, and of the {k} most likely: shapes are {shapes}, expected {wanted}")
     require(found.token_ids[:, 0].tolist() == tokens, f"column 0 is {found.token_ids[:, 0].tolist()}; the tokens {which} are {tokens}")
     for ids, logprobs, rank in zip(found.token_ids.tolist(), found.logprobs.tolist(), found.ranks.tolist(), strict=True):
         told = f"token ids {ids}, logprobs {logprobs}, rank {rank}"
         require(max(logprobs) <= 1e-6 and sum(map(np.exp, logprobs[1:])) <= 1.001, f"{told}: these aren't logarithms of probabilities")
-        require(all(one >= other for one, other in pairwise(logprobs[1:])), f"{told}: the likeliest must come best first")
-        require(len(set(ids[1:])) == k, f"{told}: the likeliest must differ")
+        require(all(one >= other for one, other in pairwise(logprobs[1:])), f"{told}: the most likely must be sorted, best first")
+        require(len(set(ids[1:])) == k, f"{told}: the most likely must differ")
         require(rank >= 1 and (rank > k or ids[rank] == ids[0] or logprobs[rank] == logprobs[0]), f"{told}: the token isn't where its rank says")

@@ -30,23 +30,23 @@ class ExecutorSampling(ExecutorSubject):
             require(again == tokens, f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}, and then {again}")
             filters: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}]
             for fields, token in zip(filters, _first(bench, prompt, *({**hot[-1], **one} for one in filters)), strict=True):
-                require(token == greedy, f"with {fields} at temperature {HOT:g} token {token} came; only the likeliest, {greedy}, may")
+                require(token == greedy, f"with {fields} at temperature {HOT:g} token {token} was sampled, not the most likely one, {greedy}")
             leading: list[dict[str, Any]] = [{"logit_bias": ((other, 1e4),)}, {"allowed_token_ids": (other,)}]
             for fields, token in zip(leading, _first(bench, prompt, *leading), strict=True):
-                require(token == other, f"with {fields} token {token} came")
+                require(token == other, f"with {fields} token {token} was sampled")
             against: list[dict[str, Any]] = [
                 {"bad_words": ((greedy,),)},
                 {"min_tokens": 2, "stop_token_ids": (greedy,)},
                 {"logit_bias": ((greedy, -1e4),)},
             ]
             for fields, token in zip(against, _first(bench, prompt, *against), strict=True):
-                require(token != greedy, f"with {fields} token {token} came all the same")
+                require(token != greedy, f"with {fields} token {token} was sampled anyway")
             penalties: list[dict[str, Any]] = [{}, {"presence_penalty": 100.0}, {"frequency_penalty": 100.0}, {"repetition_penalty": 100.0}]
             likely = {"logit_bias": ((other, 50.0),), "prompt_len": len(prompt) - 2}  # to generate again what was generated
             came = _first(bench, [*prompt[:-2], other, 0], *({**likely, **penalty} for penalty in penalties))
-            require(came[0] == other, f"with a bias of 50 on token {other}, {came[0]} came")
+            require(came[0] == other, f"with a bias of 50 on token {other}, {came[0]} was sampled")
             for fields, token in zip(penalties[1:], came[1:], strict=True):
-                require(token != other, f"with {fields}, token {token} came again, which had been generated")
+                require(token != other, f"with {fields}, token {token} was sampled again after it had been generated")
 
 
 def _first(bench: Bench, tokens: list[int], *rows: dict[str, Any]) -> list[int]:

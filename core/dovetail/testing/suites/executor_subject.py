@@ -124,8 +124,8 @@ def require_quiet(executor: Executor, when: str) -> None:
 
 
 def require_same(bench: Bench, name: str, expected: list[int], how: str) -> None:
-    """Check that a request's tokens are those that it generates alone, as far as both go."""
+    """Check that a request's tokens are those that it generates by itself, up to the shorter."""
     tokens = bench.tokens.pop(name)
     bench.tokens[name] = []
-    told = f"request {name} generated {tokens} {how}; alone, its prompt computed at once, {expected}"
+    told = f"request {name} generated {tokens} {how}; by itself, with its prompt computed at once, {expected}"
     require(tokens and tokens[: len(expected)] == expected[: len(tokens)], told)

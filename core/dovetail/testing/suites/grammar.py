@@ -94,7 +94,7 @@ class GrammarSuite(Suite):
         free = [matcher for _, matcher, _ in self._places()] + [self._begin(spec) for spec in self._json_specs()]
         for matcher in free:
             silent = {id for id in _allowed(matcher) - CONTEXT.stop_ids if not text_of(id)}
-            require(not silent, f"ids {sorted(silent)} may come, which are never text")
+            require(not silent, f"ids {sorted(silent)} are allowed, which are never text")
 
     @check("grammar.words", since="0.1")
     def test_all_words_are_written(self) -> None:
@@ -128,11 +128,11 @@ class GrammarSuite(Suite):
             before = _mask(matcher)
             allowed = _allowed(matcher)
             for token in {*range(0, CONTEXT.vocab_size, 7), CONTEXT.vocab_size, CONTEXT.vocab_size + 1000, -1, *CONTEXT.stop_ids} - allowed:
-                require(matcher.accept(token) is False, f"{case}, behind {text!r}: {token} is accepted, which the mask forbids")
-            require((_mask(matcher) == before).all(), f"{case}, behind {text!r}: refused tokens changed the mask")
+                require(matcher.accept(token) is False, f"{case}, after {text!r}: {token} is accepted, which the mask forbids")
+            require((_mask(matcher) == before).all(), f"{case}, after {text!r}: refused tokens changed the mask")
             for token in random.Random(0).sample(sorted(allowed), min(3, len(allowed))):
                 other = self._at(case.spec, text)
-                require(other.accept(token) is True, f"{case}, behind {text!r}: {token} ({text_of(token)!r}) isn't accepted, which the mask allows")
+                require(other.accept(token) is True, f"{case}, after {text!r}: {token} ({text_of(token)!r}) isn't accepted, which the mask allows")
 
     @check("grammar.end", since="0.1")
     def test_nothing_comes_behind_a_stop_id(self) -> None:
@@ -143,8 +143,8 @@ class GrammarSuite(Suite):
                 stop = random.Random(len(text)).choice(sorted(CONTEXT.stop_ids))
                 require(matcher.accept(stop), f"{case}: {text!r} is complete, and the stop id {stop} isn't accepted")
                 for other in (False, True):
-                    where = f"{case}: behind the stop id{', and the beginning of another answer' * other},"
-                    require(not _allowed(matcher), f"{where} {len(_allowed(matcher))} tokens may come")
+                    where = f"{case}: after the stop id{', and the beginning of another answer' * other},"
+                    require(not _allowed(matcher), f"{where} {len(_allowed(matcher))} tokens are allowed")
                     require(matcher.complete, f"{where} complete is False")
                     require(not matcher.forced(), f"{where} {list(matcher.forced())} are forced")
                     for token in (stop, 1, 2):
@@ -159,7 +159,7 @@ class GrammarSuite(Suite):
         """`complete` is True although a token other than a stop id is allowed, or False where none is: the answer would run one step too long."""
         for case, matcher, text in self._places():
             only_end = not case.language.allowed(text) - CONTEXT.stop_ids
-            require(matcher.complete == only_end, f"{case}, behind {text!r}: complete is {matcher.complete}")
+            require(matcher.complete == only_end, f"{case}, after {text!r}: complete is {matcher.complete}")
 
     @check("grammar.rollback", since="0.1", capability="rollback")
     def test_tokens_can_be_taken_back(self) -> None:
@@ -196,10 +196,10 @@ class GrammarSuite(Suite):
         for case, matcher, text in self._places(FEW):
             if case.language.has(text):
                 before, stop = (_mask(matcher), matcher.complete), min(CONTEXT.stop_ids)
-                require(matcher.accept(stop) and not matcher.accept(stop), f"{case}, behind {text!r}: a stop id isn't accepted once, and not again")
+                require(matcher.accept(stop) and not matcher.accept(stop), f"{case}, after {text!r}: a stop id isn't accepted once, and not again")
                 matcher.rollback(1)
                 there = (_mask(matcher) == before[0]).all() and matcher.complete == before[1]
-                require(there, f"{case}, behind {text!r}: after taking back a stop id, and not the second, which was refused, it isn't where it was")
+                require(there, f"{case}, after {text!r}: after taking back a stop id, and not the second, which was refused, it isn't where it was")
 
     @check("grammar.forced", since="0.1", capability="forced")
     def test_forced_tokens_are_the_only_ones(self) -> None:
@@ -209,15 +209,13 @@ class GrammarSuite(Suite):
         for stops in (0, 1):
             for case, matcher, text in self._places_with(vocabulary(stops=stops)):
                 if not case.language.allowed(text) - CONTEXT.stop_ids:
-                    require(
-                        not matcher.forced(), f"{case}, behind {text!r}, with {stops} stop ids: {list(matcher.forced())} are forced, and it's the end"
-                    )
+                    require(not matcher.forced(), f"{case}, after {text!r}, with {stops} stop ids: {list(matcher.forced())} are forced at the end")
         for case, matcher, text in self._places():
             before, forced = _mask(matcher), list(matcher.forced())
-            require((_mask(matcher) == before).all(), f"{case}, behind {text!r}: forced() changed the mask")
+            require((_mask(matcher) == before).all(), f"{case}, after {text!r}: forced() changed the mask")
             for token in forced:
                 allowed = _allowed(matcher)
-                require(allowed == {token}, f"{case}, behind {text!r}: {token} isn't forced: {len(allowed)} tokens may come")
+                require(allowed == {token}, f"{case}, after {text!r}: {token} isn't forced: {len(allowed)} tokens are allowed")
                 matcher.accept(token)
             found += len(forced)
         require(found, "forced() never found a token, though some places allow just one: declare forced=False")
@@ -273,7 +271,7 @@ class GrammarSuite(Suite):
                     continue  # in the other syntax
                 raise
             forced = list(neighbour.forced())
-            require((_mask(neighbour, context) == first).all(), f"{spec}: forced() gives {forced} before where it can't go on, and changes the mask")
+            require((_mask(neighbour, context) == first).all(), f"{spec}: forced() gives {forced} before it gets stuck, and changes the mask")
             for order in (("fill", "accept", "forced"), ("forced", "fill", "accept"), ("accept", "forced", "fill")):
                 matcher = grammar.begin()
                 for token in ids_of('"b' if spec.kind == "json_schema" else "b"):
@@ -325,7 +323,7 @@ class GrammarSuite(Suite):
             self._backend.fill_many(some, words)
             for line, (matcher, mask) in enumerate(zip(some, words, strict=True)):
                 case, _, text = places[id(matcher)]
-                where = f"{case}, behind {text!r}{' and a stop id' * (matcher in ended)}: number {line} of {len(some)} masks at once"
+                where = f"{case}, after {text!r}{' and a stop id' * (matcher in ended)}: number {line} of {len(some)} masks at once"
                 found, wanted = _ids(mask), _allowed(matcher)
                 require(found == wanted, f"{where} isn't the one that fill writes: {_difference(found, wanted)}")
 
@@ -335,7 +333,7 @@ class GrammarSuite(Suite):
         tokens can't be rolled back."""
         context = vocabulary(stops=0, padding=5)
         for case, matcher, text in self._places_with(context):
-            where = f"{case}, behind {text!r}, without stop ids"
+            where = f"{case}, after {text!r}, without stop ids"
             wanted, found = case.language.allowed(text) - CONTEXT.stop_ids, _allowed(matcher, context) - case.language.open
             require(found == wanted, f"{where}: {_difference(found, wanted)}")
             require(matcher.complete == (not wanted), f"{where}: complete is {matcher.complete}")
@@ -440,7 +438,7 @@ class GrammarSuite(Suite):
                     tokens = [id for id in range(CONTEXT.vocab_size) if text_of(id) == space.encode()]
                     while run < RUN and matcher.accept(tokens[0]):
                         run += len(space)
-                    require(run < RUN, f"{spec.kind}: {run} characters of white space can come behind {begun!r}")
+                    require(run < RUN, f"{spec.kind}: {run} characters of white space are possible after {begun!r}")
 
     # ---- the component under test
 
@@ -503,7 +501,7 @@ class GrammarSuite(Suite):
             yield from self._places_of(case, states)
 
     def _places_with(self, context: GrammarContext) -> Iterator[tuple[Case, Matcher, bytes]]:
-        """Yield matchers for another vocabulary, which differs from `CONTEXT` in stop ids alone."""
+        """Yield matchers for another vocabulary, which differs from `CONTEXT` only in stop ids."""
         backend = self._backend_of(context)
         for case in self._cases:
             grammar = backend.compile(case.spec)
@@ -527,7 +525,7 @@ class GrammarSuite(Suite):
             rest += chance.sample(known, min(8, len(known)))
 
     def _random_tokens(self, spec: GrammarSpec, matcher: Matcher | None = None, chance: random.Random | None = None) -> Iterator[int]:
-        """Yield tokens that may come one after the other, behind where `matcher` is, which accepts each of them."""
+        """Yield allowed tokens one after the other; `matcher` accepts each of them."""
         chance, own = chance or random.Random(4), matcher is None
         at = self._begin(spec) if matcher is None else matcher
         for _ in range(STEPS):
@@ -541,7 +539,7 @@ class GrammarSuite(Suite):
 
     def _require_mask(self, case: Case, matcher: Matcher, text: bytes) -> None:
         wanted, found = case.language.allowed(text), _allowed(matcher) - case.language.open
-        require(found == wanted, f"{case}, behind {text!r}: {_difference(found, wanted)}")
+        require(found == wanted, f"{case}, after {text!r}: {_difference(found, wanted)}")
 
     def _can_write(self, spec: GrammarSpec, value: Any) -> bool:
         return any(self._takes(spec, text) for text in spellings(value))
@@ -572,10 +570,10 @@ class GrammarSuite(Suite):
                 return text, True
             tokens = sorted(allowed - CONTEXT.stop_ids)
             if not tokens:
-                fail(f"{spec.kind} {spec.text}: nothing may come behind {text!r}")
+                fail(f"{spec.kind} {spec.text}: nothing is allowed after {text!r}")
             ending = [token for token in tokens if text_of(token) in (b'"', b"}", b"]", b"1")] if step > STEPS else []
             token = chance.choice(ending or tokens)
-            require(matcher.accept(token), f"{spec.kind} {spec.text}: {text_of(token)!r} behind {text!r} isn't accepted, which the mask allows")
+            require(matcher.accept(token), f"{spec.kind} {spec.text}: {text_of(token)!r} after {text!r} isn't accepted, which the mask allows")
             text += text_of(token)
         return text, False
 
@@ -601,7 +599,7 @@ def _ids(words: UInt32) -> set[int]:
 
 def _difference(found: set[int], wanted: set[int]) -> str:
     more, fewer = ([text_of(id) or id for id in sorted(ids)][:5] for ids in (found - wanted, wanted - found))
-    return "; ".join([f"{more} may come and mustn't"] * bool(more) + [f"{fewer} may not come and should"] * bool(fewer))
+    return "; ".join([f"{more} are allowed but must not be"] * bool(more) + [f"{fewer} are forbidden but must not be"] * bool(fewer))
 
 
 def _require_value_error(call: Callable[[], object], otherwise: str) -> None:

@@ -71,7 +71,7 @@ class Language(ABC):
         return ()
 
     def allowed(self, text: bytes) -> set[int]:
-        """Return the ids that may come behind `text`."""
+        """Return the ids allowed after `text`."""
         ids = {id for id in range(CONTEXT.vocab_size) if text_of(id) and self.begins(text + text_of(id))}
         return ids | CONTEXT.stop_ids if self.has(text) else ids
 

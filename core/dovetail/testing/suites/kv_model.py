@@ -306,7 +306,7 @@ class KVWorld:
             member = getattr(manager, name)
             return member(*arguments) if callable(member) else member
         except Exception as error:
-            self._broken("lawful", f"{name}{arguments} is a lawful call and raised {describe(error)}")
+            self._broken("lawful", f"{name}{arguments} is a valid call but raised {describe(error)}")
 
     def _lookup(self, row: Row) -> int:
         """Look a request up, and judge the answer."""
@@ -332,7 +332,7 @@ class KVWorld:
         told = f"blocks_needed({row.request}, {room}) was {needed}, {available} were available, and allocate answered {answered}"
         self._hold("blocks_needed", (allocation is not None) == (needed <= available), told)
         if allocation is None:
-            told = f"allocate({row.request}, {room}) answered None; counts, lookups and blocks held alone were {before} and are {self._snapshot()}"
+            told = f"allocate({row.request}, {room}) returned None; counts, lookups and unshared blocks were {before} and are {self._snapshot()}"
             self._hold("failed_allocate", self._snapshot() == before, told)
             return False
         left = self._ask("available_blocks")
@@ -348,7 +348,7 @@ class KVWorld:
         told = f"fork({parent.request}, {child.request}, {tokens}) with blocks of {self.block_size}, {available} available, answered {allocation}"
         if allocation is None:
             self._hold("fork", bool(tokens % self.block_size) and not available, f"{told}, though it needs no block or has one")
-            told = f"{told}; counts, lookups and blocks held alone were {before} and are {self._snapshot()}"
+            told = f"{told}; counts, lookups and unshared blocks were {before} and are {self._snapshot()}"
             self._hold("failed_fork", self._snapshot() == before, told)
             return False
         shares = list(allocation.blocks[:full]) == parent.table[:full]
@@ -411,7 +411,7 @@ class KVWorld:
         try:
             self.kv.check_integrity()
         except Exception as error:
-            self._broken("integrity", f"check_integrity raised {describe(error)}, after lawful calls alone")
+            self._broken("integrity", f"check_integrity raised {describe(error)}, after valid calls")
         self.looks += 1
         if (asked := self._row(self.looks)) is not None:  # the same question again and again, whatever has changed since
             self._lookup(asked)
@@ -423,7 +423,7 @@ class KVWorld:
         requests = [row.request for row in group]
         alone = {block for row in group for block in row.own} - {block for row in rest for block in row.own}
         foretold = self._freed_by(requests)
-        told = f"blocks_needed(…, without={requests}) counts off {foretold} blocks; in their tables alone are {sorted(alone)}"
+        told = f"blocks_needed(…, without={requests}) counts off {foretold} blocks; only in their tables are {sorted(alone)}"
         self._hold("blocks_needed_without", foretold == len(alone), told)
 
     def _check_request(self, row: Row) -> None:

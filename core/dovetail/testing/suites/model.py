@@ -218,16 +218,18 @@ class ModelSuite(Suite):
             hidden = bench.step(Chunk("c", tokens["c"][13:], 13), Chunk("b", tokens["b"], 0), Chunk("a", tokens["a"][12:], 12))
             alone = Bench(self.arch, config, reference.tensors())
             expected = [alone.run(tokens[name], sequence=name)[start:] for name, start in (("c", 13), ("b", 0), ("a", 12))]
-            assert_close(bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a shared step differ from those alone")
+            assert_close(bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a shared step differ from those of separate steps")
             many = {f"one of {MANY}, {n}": some_tokens(config, 2 + n % 3, seed=n) for n in range(MANY)}
             hidden = bench.step(*(Chunk(name, ids, 0) for name, ids in many.items()))
             expected = [alone.run(ids, sequence=name) for name, ids in many.items()]
             assert_close(
-                bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a step of {MANY} sequences differ from those alone"
+                bench.logits(hidden),
+                torch.cat(expected),
+                f"logits of {_told(config)} in a step of {MANY} sequences differ from those of separate steps",
             )
             falling = [Chunk(name, tokens[name][:1], start) for name, start in (("a", 50), ("b", 40), ("c", 14))]
             expected = [alone.run(part.token_ids, sequence=part.sequence, start=part.start) for part in falling]
-            told = f"logits of {_told(config)} in a step whose positions fall from row to row differ from those alone"
+            told = f"logits of {_told(config)} in a step whose positions decrease from row to row differ from those of separate steps"
             assert_close(bench.logits(bench.step(*falling)), torch.cat(expected), told)
 
     @check("model.wanted", since="0.2")
@@ -244,7 +246,7 @@ class ModelSuite(Suite):
             whole = Bench(self.arch, config, reference.tensors())
             for parts, places in steps:
                 alone, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
-                assert_close(alone, expected, f"states of {_told(config)} at places {places} of a step differ where these alone are wanted")
+                assert_close(alone, expected, f"states of {_told(config)} at places {places} of a step differ if only these are wanted")
 
     @check("model.side_by_side", since="0.1")
     def test_side_by_side(self) -> None:

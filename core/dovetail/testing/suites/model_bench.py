@@ -57,7 +57,7 @@ class KeptAttention(AttentionLayer):
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if self.spec.v_in_k != (v is None):
-            raise ValueError("a layer with v_in_k is given K alone, any other K and V")
+            raise ValueError("a layer with v_in_k gets only K, others K and V")
         v = k[..., : self.spec.out_size] if v is None else v
         counts = [tokens for _, tokens in self._sequences.step]
         for (name, _), new_k, new_v in zip(self._sequences.step, torch.split(k, counts), torch.split(v, counts), strict=True):

@@ -41,7 +41,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
         for some in ([8, 2, 3], [], list(range(9))):
             ids = bench.sample(some).token_ids
             require(ids.dtype == torch.int64 and ids.device == bench.logits.device, f"the ids are {ids.dtype} on {ids.device}")
-            require(ids.tolist() == some, f"the rows {some} of the batch, whose likeliest tokens are these numbers, got {ids.tolist()}")
+            require(ids.tolist() == some, f"the rows {some} of the batch, whose most likely tokens are these numbers, got {ids.tolist()}")
 
     @check("sampler.greedy", since="0.1")
     def test_greedy(self) -> None:
@@ -59,7 +59,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
         tied = [0.0, 7.0, 3.0, 7.0, 7.0]
         for sampling in (RowSampling(temperature=0.0), RowSampling(top_k=1), RowSampling(top_p=0.01)):
             tokens = self.bench([Row(tied, replace(sampling, seed=seed)) for seed in range(20)]).tokens()
-            require(set(tokens) == {1}, f"{said(sampling)}: of equal logits at 1, 3 and 4, {sorted(set(tokens))} came, not the first alone")
+            require(set(tokens) == {1}, f"{said(sampling)}: of equal logits at 1, 3 and 4, {sorted(set(tokens))} were sampled, not only the first")
         self.assert_support(tied, RowSampling(top_k=2))
         self.assert_support([1.5] * 8, RowSampling(top_p=0.5))
 
@@ -81,7 +81,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
         self.assert_support(GENTLE, RowSampling(top_k=300), 6_000)
         for k in (1_500, 3_000):  # a third of the draws is of the last third of those that are left
             came = np.flatnonzero(self.draws([token / -10_000 for token in range(4_000)], RowSampling(top_k=k), SUPPORT_DRAWS))
-            told = f"top_k={k} of 4,000 tokens, the first the likeliest: the last of {SUPPORT_DRAWS} draws was token {came.max()}"
+            told = f"top_k={k} of 4,000 tokens, the first the most likely: the last of {SUPPORT_DRAWS} draws was token {came.max()}"
             require(0.97 * k < came.max() < k, told)
         self.assert_drawn_in_proportion(RowSampling(top_k=8))
 
@@ -151,7 +151,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
             fine = [Row([0.0, 0.0, 9.0, 0.0], RowSampling(temperature=0.0))] * 2
             tokens = self.bench([fine[0], *broken, fine[1]]).tokens()
             require(all(0 <= token < 4 for token in tokens), f"rows of {value} got the ids {tokens}: not all are in the vocabulary of 4")
-            require(tokens[0] == tokens[-1] == 2, f"rows beside rows of {value} got {tokens[0]} and {tokens[-1]}; alone they get 2")
+            require(tokens[0] == tokens[-1] == 2, f"rows beside rows of {value} got {tokens[0]} and {tokens[-1]}; by themselves they get 2")
         for sampling in samplings:
             (token,) = self.bench([Row([0.0, -np.inf, np.inf, 5.0], sampling)]).tokens()
             require(token == 2, f"{said(sampling)}: token {token} came of [0, -inf, +inf, 5]")
@@ -192,7 +192,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
         )
         require(ids[:, 0].tolist() == result.token_ids.tolist(), "column 0 isn't the sampled token")
         require(near(values, exact.gather(1, ids)), "logprobs aren't those of the raw distribution")
-        require(near(values[:, 1:], exact.topk(max(ASKED)).values), "columns 1 to k aren't the likeliest tokens, best first")
+        require(near(values[:, 1:], exact.topk(max(ASKED)).values), "columns 1 to k aren't the most likely tokens, best first")
         own = exact.gather(1, ids[:, :1])
         expected = (1 + (exact > own).sum(-1)).tolist()
         require(ranks.tolist() == expected, f"the ranks of the sampled tokens are {expected}, found {ranks.tolist()}")

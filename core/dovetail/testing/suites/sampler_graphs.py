@@ -79,7 +79,7 @@ class SamplerGraphs(SamplerSubject):
         expected, captured = bench.sample(), bench.fully_captured()
         _require_same(rows, captured, expected)
         padded = bench.fully_captured([*bench.places, bench.max_rows, bench.max_rows])
-        _require_same(rows, padded, expected, "with padding behind them, ")
+        _require_same(rows, padded, expected, "followed by padding, ")
         ids = padded.token_ids[len(rows) :].tolist()
         require(all(0 <= token < VOCAB for token in ids), f"padding rows got {ids}, which isn't in the vocabulary")
 

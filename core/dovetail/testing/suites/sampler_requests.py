@@ -163,7 +163,7 @@ class SamplerRequests(SamplerSubject):
                 except Exception as error:
                     fail(f"extra_args {shown(dict(values))}: {describe(error)}", error)
                 require(0 <= token < 50, f"extra_args {shown(dict(values))}: token {token} came, of a vocabulary of 50")
-                told = f"extra_args {shown(dict(values))}: the rows beside it got the tokens {before} and {after}; alone they get {alone}"
+                told = f"extra_args {shown(dict(values))}: other rows got the tokens {before} and {after}; by themselves they get {alone}"
                 require(before == after == alone, told)
             require(len(taken) < len(JUNK), f"extra_args[{key!r}] takes every one of {len(JUNK)} values, from -1 and {{}} to 'x'")
 

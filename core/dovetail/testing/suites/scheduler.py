@@ -113,7 +113,7 @@ class SchedulerSuite(Suite):
             if world.dead is not None and not isinstance(world.dead, PolicyError | SchedulerStalled):
                 fail(f"the books are in disorder: {world.dead}")
             held = world.kv.counts.held
-            require(held == 0 or world.dead or world.unfinished, f"{held} blocks are held by nobody when all requests have ended")
+            require(held == 0 or world.dead or world.unfinished, f"{held} blocks are held although all requests have ended")
 
         self._in_all(scenarios(aborts=True), 25, in_order, check_books=True)
 
