@@ -18,10 +18,12 @@ from dovetail_grammars.options import GrammarOptions
 from dovetail_grammars.positions import Tracker
 from tests.structured.vocabularies import MAKERS, vocabulary
 from tests.structured.walks import allowed
+from tests.support import FULL
 
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
+WALKS = 8 if FULL else 3  # for each schema
 STRING = {"type": "string"}
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -77,7 +79,7 @@ def test_every_mask_of_an_answer_is_the_library_s_own(name: str, whitespace: str
     context = vocabulary(name)
     grammar, oracle = compiled(backend(context, whitespace=whitespace), SCHEMA)
     tabled = 0
-    for seed in range(6):
+    for seed in range(WALKS):
         chance = random.Random(seed)
         ours, theirs, text = grammar.begin(), oracle.begin(), b""
         assert isinstance(ours, LLMatcher)
@@ -140,7 +142,7 @@ def test_every_mask_of_an_object_is_the_library_s_own_whichever_keys_it_may_have
     context = vocabulary("byte-level")
     grammar, oracle = compiled(backend(context), {"anyOf": [schema, {**STRING, "maxLength": 1}]})
     assert grammar.tracker is not None
-    for seed in range(8):
+    for seed in range(WALKS):
         chance = random.Random(seed)
         ours, theirs, text = grammar.begin(), oracle.begin(), b""
         for step in range(40):
