@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "sweep": ("dovetail_lab.sweep_command:sweep", "Run every combination of settings and arrival rates"),
         "capacity": ("dovetail_lab.capacity_command:capacity", "Find the highest arrival rate that meets objectives"),
         "calibrate": ("dovetail_lab.calibrate_command:calibrate", "Measure the step times of this machine's engine for simulations"),
+        "leaderboard": ("dovetail_lab.leaderboard_command:leaderboard", "Rank all installed schedulers on fixed traces"),
         "report": ("dovetail_lab.report_command:report", "Render a report of saved runs: figures, tables, settings"),
     }
 )

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tqdm import tqdm
 
@@ -27,6 +27,7 @@ from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.workloads.load import load_workload
 
 Made = TypeVar("Made")
+Ran = TypeVar("Ran", covariant=True)
 
 SHOWN_EVERY_S = 0.5  # between updates of the progress bar
 
@@ -89,7 +90,14 @@ def keep(run: RunResult) -> RunResult:
     return run
 
 
-def run_all(planned: Sequence[PlannedRun], make: Callable[[RunResult], Made], processes: int = 1, desc: str = "runs") -> Iterator[Made]:
+class Runnable(Protocol[Ran]):
+    """Something that `run_all` can run: `PlannedRun`, or another picklable description of a run."""
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Ran:
+        """Run it; `progress` is called with the number of finished requests, and of all."""
+
+
+def run_all(planned: Sequence[Runnable[Ran]], make: Callable[[Ran], Made], processes: int = 1, desc: str = "runs") -> Iterator[Made]:
     """Yield `make(run)` for each planned run, in order. With several processes `make` must be picklable. Shows a progress bar on stderr if that is a
     terminal. Raises the errors of a run."""
     with tqdm(total=len(planned), desc=desc, unit="run", disable=None, leave=False) as bar:
@@ -120,7 +128,7 @@ def _count_in(finished: Any) -> None:
     _finished = finished
 
 
-def _run_and_make(make: Callable[[RunResult], Made], planned: PlannedRun) -> Made:
+def _run_and_make(make: Callable[[Ran], Made], planned: Runnable[Ran]) -> Made:
     counted = 0
 
     def count(done: int, total: int) -> None:

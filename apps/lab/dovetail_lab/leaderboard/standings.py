@@ -1,0 +1,99 @@
+"""Ranking: scores with intervals over seeds, and groups of schedulers that the runs can't tell apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special  # type: ignore[import-untyped]
+
+from dovetail_lab.leaderboard.board import Entry, Figures
+
+CONFIDENCE = 0.95
+ALL = "all"  # the mean over the traces
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A mean over seeds with its interval (Student's t), and the group: 1 is the best, and equal groups are ties."""
+
+    mean: float
+    half: float
+    group: int
+
+    @property
+    def low(self) -> float:
+        return max(0.0, self.mean - self.half)
+
+    @property
+    def high(self) -> float:
+        return min(1.0, self.mean + self.half)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A scheduler's scores by trace, `ALL` first, and its other figures by trace, means over seeds."""
+
+    entry: Entry
+    scores: Mapping[str, Score]
+    figures: Mapping[str, Mapping[str, float]]
+
+
+def rank(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> list[Standing]:
+    """Return the standings, the best first. `runs[entry][trace]` has one run for each of two seeds or more, the same for all."""
+    by_entry = {entry: {trace: np.array([one.in_time for one in own]) for trace, own in of_trace.items()} for entry, of_trace in runs.items()}
+    for own in by_entry.values():
+        own[ALL] = np.mean([own[trace] for trace in own], axis=0)
+    traces = next(iter(by_entry.values()), {})
+    places = {trace: groups({entry.name: own[trace] for entry, own in by_entry.items()}) for trace in traces}
+    standings = [
+        Standing(
+            entry,
+            {trace: Score(float(own[trace].mean()), _half(own[trace]), places[trace][entry.name]) for trace in sorted(own, key=_all_first)},
+            {trace: _means(of_trace) for trace, of_trace in runs[entry].items()},
+        )
+        for entry, own in by_entry.items()
+    ]
+    return sorted(standings, key=lambda standing: (-standing.scores[ALL].mean, standing.entry.name))
+
+
+def _all_first(trace: str) -> bool:
+    return trace != ALL
+
+
+def groups(scores: Mapping[str, Floats]) -> dict[str, int]:
+    """Return each name's group. `scores[name]` is [seeds]. From the best mean down, a name is in the group of the best one that has none yet, unless
+    it is measurably worse: the interval of the paired differences over seeds excludes zero. The first such name begins the next group."""
+    order = sorted(scores, key=lambda name: (-float(scores[name].mean()), name))
+    found: dict[str, int] = {}
+    group, best = 0, ""
+    for name in order:
+        if not best or _worse(scores[best] - scores[name]):
+            group, best = group + 1, name
+        found[name] = group
+    return found
+
+
+def _worse(differences: Floats) -> bool:
+    return float(differences.mean()) - _half(differences) > 1e-12  # a smaller one is rounding
+
+
+def _half(values: Floats) -> float:
+    """Return half the width of the mean's interval."""
+    count = len(values)
+    return float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * values.std(ddof=1) / math.sqrt(count))
+
+
+def _means(runs: Sequence[Figures]) -> dict[str, float]:
+    """Return the mean of each figure over seeds, of those that have it."""
+    means = {}
+    for name in Figures.__slots__:
+        values = [float(getattr(one, name)) for one in runs]
+        present = [value for value in values if not math.isnan(value)]
+        means[name] = sum(present) / len(present) if present else math.nan
+    return means
