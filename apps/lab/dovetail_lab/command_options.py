@@ -40,7 +40,9 @@ class ReplicaOptions:
     router: Annotated[
         list[str],
         typer.Option(
-            "--router", metavar="[ENGINE:]NAME", help="round_robin, least_tokens, prefix_aware, vllm, or module:Class.  [default: round_robin]"
+            "--router",
+            metavar="[ENGINE:]NAME",
+            help="round_robin, least_tokens, prefix_aware, sticky, cache_aware, vllm, or module:Class.  [default: round_robin]",
         ),
     ] = field(default_factory=list)
 

@@ -20,7 +20,7 @@ from dovetail_lab.digits import MISSING, evenly
 from dovetail_lab.draws import MIN_SEEDS, BlockDraws, Draws, SeedDraws
 from dovetail_lab.metrics import itl_by_request, measure, per_request
 from dovetail_lab.pairs import MEAN, P50, P90, P99, Pairs
-from dovetail_lab.records import RunResult
+from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.statistics import Change, changes, scalar_change
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
@@ -229,9 +229,11 @@ def check_same_requests(base: str, base_runs: Sequence[RunResult], other: str, o
                 raise ConfigError(f"seed {a.seed}: request {x.id} of {base} isn't request {y.id} of {other}: not the same trace, or prediction")
 
 
-def _request(record: object) -> tuple[object, ...]:
-    names = ("id", "client", "arrival_s", "prompt_tokens", "true_tokens", "max_tokens", "predicted_tokens", "priority", "deadline_s")
-    return tuple(getattr(record, name) for name in names)
+def _request(record: RequestRecord) -> tuple[object, ...]:
+    """Return what must be equal under all policies. A request of a closed loop arrives when the policy lets it."""
+    names = ("id", "client", "prompt_tokens", "true_tokens", "max_tokens", "predicted_tokens", "priority", "session", "waited")
+    times = () if record.waited else (record.arrival_s, record.deadline_s)
+    return (*(getattr(record, name) for name in names), *times)
 
 
 def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) -> list[Pairs]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +13,15 @@ from numpy.typing import NDArray
 from dovetail import LLMEngine
 from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError
-from dovetail.request import Request
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_lab.grammars import RULE
+from dovetail_lab.sessions import Followers, Released
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from dovetail.engine.flight import Delivery
 
 AHEAD_S = 1.0  # requests are created this long before they are due, one per step, so that no step waits for many
 
@@ -33,8 +38,12 @@ class Feeder:
         self._constraints: list[Constraint] = []  # of the request being added
         if simulated is not None:
             engine.constraints_of = lambda params: self._constraints
-        self._coming: Iterator[TraceRequest] = iter(trace)
+        self._followers = Followers(trace)
+        self._released: list[Released] = []  # followers with an arrival time, a heap
+        self._coming: Iterator[TraceRequest] = iter([request for request in trace if request.id not in self._followers])
         self._next = next(self._coming, None)
+        self._updates = trace.length_updates
+        self._sent: dict[str, TraceRequest] = {}  # requests under way, if predictions of their lengths are renewed
         self._known_until = -math.inf  # the engine has every request up to this time
         self.taken = 0  # number of requests accepted by the engine
         self._entered = 0  # number of requests charged to the host's time
@@ -46,20 +55,30 @@ class Feeder:
         if now + AHEAD_S < self._known_until:
             return
         soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace starts there is time to create many
-        while (request := self._next) is not None:
+        while (request := self._first()) is not None:
             arrival = self._start + request.arrival_time
             if arrival > now and self._is_full:
                 return
-            self._next = next(self._coming, None)
+            if request is self._next:
+                self._next = next(self._coming, None)
+            else:
+                heappop(self._released)
             if self.take(request, arrival) and arrival > soon:
                 self._known_until = arrival
                 return
         self._known_until = math.inf
 
+    def _first(self) -> TraceRequest | None:
+        """Return the request that arrives next, of those whose arrival is known."""
+        released = self._released[0].request if self._released else None
+        if released is None or (self._next is not None and self._next.arrival_time <= released.arrival_time):
+            return self._next
+        return released
+
     @property
     def done(self) -> bool:
-        """True once all requests have been added."""
-        return self._known_until == math.inf
+        """True once all requests have been added, or never will be."""
+        return self._known_until == math.inf and not self._followers
 
     def take(self, request: TraceRequest, arrival: float) -> bool:
         """Add a request that arrives at `arrival` on the engine's clock. Returns False if it was rejected."""
@@ -84,19 +103,48 @@ class Feeder:
             if self._simulated is not None:
                 self._simulated.forget(request.id)
             self._refused(request, str(error))
+            self._abandon(request.id, request.arrival_time)
             return False
+        if self._updates is not None:
+            self._sent[request.id] = request
         self.taken += 1
         self.cut += request.prompt_tokens + request.output_tokens > capacity.max_model_len
         return True
 
-    def forget(self, ended: Iterable[Request]) -> None:
-        """Drop the state that the engine and the simulated executor keep of finished requests. The engine doesn't do that itself, since its core is
-        stepped directly: it would count them as unfinished, and hold their prompts in memory."""
-        ids = [request.id for request in ended]
+    def delivered(self, delivery: Delivery) -> None:
+        """Process a step's results: update predicted lengths, drop the state of finished requests, and release the requests that waited for them.
+
+        The engine doesn't drop its state itself, since its core is stepped directly: it would count the requests as unfinished, and hold their
+        prompts in memory.
+        """
+        if self._updates is not None:
+            for request in delivery.requests:
+                guess = self._updates.after(self._sent[request.id], request.generated)
+                if guess is not None:
+                    request.predicted_tokens = guess
+        ids = [request.id for request in delivery.finished]
         self._engine.abort_request(ids)
-        if self._simulated is not None:
-            for request_id in ids:
+        for request_id in ids:
+            self._sent.pop(request_id, None)
+            if self._simulated is not None:
                 self._simulated.forget(request_id)
+        if self._followers:
+            self._release(delivery)
+
+    def _release(self, delivery: Delivery) -> None:
+        """Let those arrive who waited for requests that have ended now."""
+        now_s = self._engine.now() - self._start
+        for request, finish in delivery.finished.items():
+            if finish.reason not in ("stop", "length"):
+                self._abandon(request.id, now_s)
+            for released in self._followers.ended(request.id, now_s):
+                heappush(self._released, released)
+                self._known_until = min(self._known_until, self._engine.now())  # it may arrive before the next one that the engine has
+
+    def _abandon(self, id: str, time_s: float) -> None:
+        """Refuse the requests that were to follow one that didn't complete."""
+        for request, why in self._followers.failed(id, time_s):
+            self._refused(request, why)
 
     @property
     def _is_full(self) -> bool:

@@ -46,6 +46,20 @@ def itl_s(records: Iterable[RequestRecord]) -> Floats:
     return np.concatenate([np.empty(0), *(np.diff(record.token_times_s) for record in records)])
 
 
+def session_s(records: Iterable[RequestRecord]) -> dict[str, float]:
+    """Return the duration of each session, from its first arrival to its last token. NaN if a request of it didn't complete."""
+    of_session: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        if record.session is not None:
+            of_session.setdefault(record.session, []).append(record)
+    return {
+        session: max(float(record.token_times_s[-1]) for record in own) - min(record.arrival_s for record in own)
+        if all(record.completed for record in own)
+        else np.nan
+        for session, own in of_session.items()
+    }
+
+
 def itl_by_request(records: Iterable[RequestRecord]) -> list[Floats]:
     """Return the inter-token latencies of each record, in order; none for requests that didn't complete."""
     return [np.diff(record.token_times_s) if record.completed else np.empty(0) for record in records]
@@ -121,6 +135,8 @@ class RunMetrics:
     grammars: int  # number of requests with a grammar
     masks_s: float  # delay of steps by grammars
     masks_share: float  # `masks_s` as a share of the duration
+    sessions: Summary  # durations of completed sessions in seconds
+    all_sessions: int  # number of sessions
 
     @property
     def goodput(self) -> float | None:
@@ -152,6 +168,7 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
     timeline = result.timeline
     steps = (begin <= timeline.time_s) & (timeline.time_s < end)
     masks = float(timeline.masks_s[steps].sum())
+    sessions = session_s(records)
     rejected = sum(record.finish_reason == "rejected" for record in records)
     return RunMetrics(
         requests=len(records),
@@ -174,6 +191,8 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
         grammars=sum(record.grammar for record in records),
         masks_s=masks,
         masks_share=_rate(masks, duration),
+        sessions=Summary.of(np.array(list(sessions.values()), np.float64)),
+        all_sessions=len(sessions),
     )
 
 

@@ -1,12 +1,14 @@
 """Predicted answer lengths, computed when a trace is loaded, so that all compared policies see the same ones.
 
-A prediction depends only on (trace, seed, request id): neither on the order of requests nor on other requests.
+A prediction depends only on (trace, seed, request id), and on the number of generated tokens if it is updated: neither on the order of requests nor
+on other requests.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import xxhash
@@ -54,11 +56,44 @@ class Bucket(Predictor):
         return max(1, round(middle))
 
 
-PREDICTORS: dict[str, type[Predictor]] = {"oracle": Oracle, "noisy": Noisy, "bucket": Bucket}
+class Refined(Predictor):
+    """As `noisy` at first. After each `every` generated tokens, the tokens left are estimated again with an independent error, and the errors so far
+    are averaged: the error falls as the answer grows. Such predictors: TRAIL (Shahout et al., ICLR '25, arXiv:2410.01035)."""
+
+    sigma: float = Field(default=0.5, ge=0, le=10)
+    every: int = Field(default=16, ge=1)
+
+    def guess(self, tokens: int, first: float, second: float) -> int:
+        return max(1, round(tokens * math.exp(self.sigma * NormalDist().inv_cdf(first))))
+
+    def renewed(self, tokens: int, generated: int, errors: Sequence[float]) -> int:
+        """Return the guess after so many tokens. `errors`: standard normal, one for each estimate so far."""
+        left = max(1, tokens - generated) * math.exp(self.sigma * sum(errors) / len(errors))
+        return generated + max(1, round(left))
+
+
+@dataclass(frozen=True, slots=True)
+class _Updates:
+    """The updates of a `Refined`. What is drawn depends on the trace's name, the seed, the request and the number of the estimate alone."""
+
+    predictor: Refined
+    trace: str
+    seed: int
+
+    def after(self, request: TraceRequest, generated: int) -> int | None:
+        number, rest = divmod(generated, self.predictor.every)
+        if rest or not number:
+            return None
+        names = (request.id, *(f"{request.id}\x1f{index}" for index in range(1, number + 1)))
+        errors = [NormalDist().inv_cdf(_draws(self.trace, self.seed, name)[0]) for name in names]
+        return self.predictor.renewed(request.output_tokens, generated, errors)
+
+
+PREDICTORS: dict[str, type[Predictor]] = {"oracle": Oracle, "noisy": Noisy, "bucket": Bucket, "refined": Refined}
 
 
 def parse_predictor(text: str) -> Predictor:
-    """Parse `oracle`, `noisy(0.5)` or `bucket(2, 0.8)`. Raises `TraceError`."""
+    """Parse `oracle`, `noisy(0.5)`, `bucket(2, 0.8)` or `refined(0.5, 16)`. Raises `TraceError`."""
     return parse_call(text, PREDICTORS, "predictor")
 
 
@@ -72,7 +107,8 @@ def predict(trace: Trace, predictor: Predictor, seed: int = 0) -> Trace:
     name = type(predictor).__name__.lower()
     options = ", ".join(f"{field}={value:g}" for field, value in predictor.model_dump().items())
     note = f"lengths predicted by {name}({options})" + ("" if isinstance(predictor, Oracle) else f", seed {seed}")
-    return replace(trace, requests=tuple(map(predicted, trace)), notes=(*trace.notes, note))
+    updates = _Updates(predictor, trace.name, seed) if isinstance(predictor, Refined) else None
+    return replace(trace, requests=tuple(map(predicted, trace)), notes=(*trace.notes, note), length_updates=updates)
 
 
 def _draws(trace: str, seed: int, id: str) -> tuple[float, float]:

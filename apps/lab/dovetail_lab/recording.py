@@ -12,6 +12,7 @@ from dovetail_lab.records import RequestRecord, Timeline
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID
 from dovetail_lab.traces.request import Trace, TraceRequest
+from dovetail_lab.traces.transform import arriving_at
 
 if TYPE_CHECKING:
     from dovetail.engine.core import EngineCore
@@ -92,8 +93,11 @@ class Recorder:
 
     def _finished(self, request: Request, finish: Finish, time_s: float) -> None:
         scheduled = request.first_scheduled_time
+        of_trace = self._of_trace[request.id]
+        if of_trace.after:  # the trace has its earliest arrival only
+            of_trace = arriving_at(of_trace, request.arrival_time - self._start)
         self._records[request.id] = RequestRecord(
-            **_of_trace(self._of_trace[request.id]),
+            **_of_trace(of_trace),
             first_scheduled_s=None if scheduled is None else scheduled - self._start,
             token_times_s=np.array(self._token_times.pop(request.id), np.float64) - self._start,
             finished_s=time_s,
@@ -118,4 +122,6 @@ def _of_trace(request: TraceRequest) -> dict[str, Any]:
         "priority": request.priority,
         "deadline_s": request.deadline,
         "grammar": request.grammar,
+        "session": request.session,
+        "waited": bool(request.after),
     }

@@ -22,7 +22,8 @@ from dovetail_lab.writing import write_whole
 
 SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
 FORMAT = 1  # of the file; raised when older readers can no longer read it
-ADDED = {"grammar": False, "masks_s": 0.0, "replica": 0}  # columns that older files lack, with their defaults
+# Columns that older files lack, with their defaults.
+ADDED = {"grammar": False, "masks_s": 0.0, "replica": 0, "session": None, "waited": False}
 
 Times = NDArray[np.float64]
 
@@ -50,6 +51,8 @@ class RequestRecord:
     recomputed_tokens: int = 0  # computed again after preemptions
     grammar: bool = False  # constrained by a grammar
     replica: int = 0  # index of the replica it was sent to
+    session: str | None = None  # id of its conversation or agent
+    waited: bool = False  # closed loop: it arrived after others had ended, so its arrival depends on the engine
 
     @property
     def output_tokens(self) -> int:

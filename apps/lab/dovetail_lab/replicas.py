@@ -15,28 +15,45 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from enum import Enum
+from heapq import heappop, heappush
 from pathlib import Path
 from threading import Condition, Event
 from typing import Any
+
+import numpy as np
 
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.registry.registry import Registry
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
-from dovetail_lab.routers import Arrival, ReplicaLoad, Router
+from dovetail_lab.routers import Arrival, Completion, ReplicaLoad, Router
+from dovetail_lab.sessions import Followers, Released
 from dovetail_lab.simulate import UNREAD_MODEL, Progress, measured_otherwise, notes_of, settings_of
 from dovetail_lab.simulated import SimulatedExecutor
-from dovetail_lab.token_ids import prompt_ids
+from dovetail_lab.token_ids import TokenIds, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
+from dovetail_lab.traces.transform import arriving_at
 
-OVER: tuple[float, TraceRequest | None] = (math.inf, None)
+TICK_S = 0.05  # how often replicas meet while requests wait for others
+
+
+class Due(Enum):
+    """What is due when replicas meet."""
+
+    ARRIVAL = "a request is routed"
+    REPORT = "loads are reported"
+    NOTHING = "replicas have waited for each other"
 
 
 def replay_replicas(
@@ -110,6 +127,7 @@ class _Replica:
         self._vocab_size = engine.capacity.vocab_size
         self._recorder = Recorder(engine.core, trace, 0.0)
         nothing = replace(trace, requests=())  # requests are added one by one
+        self.completions: list[Completion] = []  # not yet passed to the router
         self._feeder = Feeder(engine, self._executor, nothing, 0.0, self._recorder.refused)
 
     def join(self, meeting: _Meeting, in_step: bool) -> None:
@@ -125,7 +143,14 @@ class _Replica:
 
     def as_seen(self, request: TraceRequest) -> Arrival:
         prompt = prompt_ids(request, self._vocab_size)
-        return Arrival(request.id, request.client, request.priority, request.arrival_time, prompt, request.limit)
+        return Arrival(request.id, request.client, request.priority, request.arrival_time, prompt, request.limit, request.session)
+
+    def cached_tokens(self, prompt: TokenIds) -> int:
+        """Return how many tokens of a prompt its cache holds."""
+        probe = Request("router's probe", prompt.astype(np.int64), SamplingParams(), max_tokens=1)
+        found = self.core.kv.lookup(probe)
+        self.core.kv.free(probe)
+        return found
 
     @property
     def ended(self) -> Mapping[str, RequestRecord]:
@@ -147,8 +172,12 @@ class _Replica:
     def cut(self) -> int:
         return self._feeder.cut
 
-    def take(self, request: TraceRequest) -> None:
-        self._feeder.take(request, request.arrival_time)
+    def take(self, request: TraceRequest) -> bool:
+        """Add a request. Returns False if the engine refused it."""
+        return self._feeder.take(request, request.arrival_time)
+
+    def refuse(self, request: TraceRequest, why: str) -> None:
+        self._recorder.refused(request, why)
 
     def run(self, meeting: _Meeting) -> None:
         """Run until all requests have ended, and no more will be sent."""
@@ -165,7 +194,9 @@ class _Replica:
                     raise self.core.dead
                 self._recorder.take(delivery)
                 self.core.plan_timing.virtual_plan_s = self._executor.plan_s
-                self._feeder.forget(delivery.finished)
+                self._feeder.delivered(delivery)
+                if delivery.finished:
+                    meeting.ended(self, [self._recorder.ended[request.id] for request in delivery.finished])
         except BaseException:
             meeting.break_off()
             raise
@@ -186,14 +217,20 @@ class _Meeting:
     together.
 
     A replica that reaches one waits. Once all do, the last one performs the earliest due action: nothing earlier can happen any more.
+
+    While requests wait for others to end, replicas also meet every `TICK_S`, so that none passes the arrival of a follower: one that would arrive
+    before the next meeting arrives at that.
     """
 
     def __init__(self, members: Sequence[_Replica], trace: Trace, router: Router, progress: Progress) -> None:
         self._members, self._router, self._progress = members, router, progress
         self._requests = len(trace)
         self._loads: list[ReplicaLoad] = []  # most recently reported
-        self._agenda = self._instants(trace)
-        self.next_s, self._arriving = next(self._agenda, OVER)
+        self._followers = Followers(trace)
+        self._coming = deque([request for request in trace if request.id not in self._followers])
+        self._released: list[Released] = []  # heap of followers with an arrival time
+        self._past_s = self._reported_s = -math.inf  # the last instant, and report
+        self.next_s, self._due = self._next_instant()
         self._changed = Condition()
         self._present, self._held = len(members), 0  # replicas still running; instants of the agenda that have passed
         self._blocked = 0  # replicas waiting here
@@ -256,21 +293,56 @@ class _Meeting:
             self._ended_s = start + longest
             self._blocked -= len(ready)
         else:
-            if self._arriving is None:
+            if self._due is Due.ARRIVAL:
+                self._route(self._take_next())
+            elif self._due is Due.REPORT:
                 self._loads = [member.load for member in self._members]
-            else:
-                self._route(self._arriving)
-            self.next_s, self._arriving = next(self._agenda, OVER)
+            self._past_s = self.next_s
+            self.next_s, self._due = self._next_instant()
             self._held += 1
             self._blocked = len(self._steps)
             if self._blocked == self._present:  # only replicas that wait for a step were waiting for this instant
                 self._act()
         self._changed.notify_all()
 
+    def ended(self, member: _Replica, records: Sequence[RequestRecord]) -> None:
+        """Note that requests of a replica have ended: the router is told at the next arrival, and those that waited for them get an arrival time."""
+        with self._changed:
+            for record in records:
+                member.completions.append(
+                    Completion(
+                        record.id,
+                        record.session,
+                        self._members.index(member),
+                        record.finished_s,
+                        record.prompt_tokens,
+                        record.output_tokens,
+                        record.completed,
+                    )
+                )
+                if not record.completed:
+                    self._abandon(record.id, record.finished_s)
+                for one in self._followers.ended(record.id, record.finished_s):
+                    arrival_s = max(one.arrival_s, self.next_s)
+                    heappush(self._released, Released(arrival_s, one.place, arriving_at(one.request, arrival_s)))
+
+    def _abandon(self, id: str, time_s: float) -> None:
+        for request, why in self._followers.failed(id, time_s):
+            self._members[0].refuse(request, why)
+
     def _route(self, request: TraceRequest) -> None:
         self._progress(sum(len(member.ended) for member in self._members), self._requests)
+        ended = [one for member in self._members for one in member.completions]
+        for completion in sorted(ended, key=lambda one: (one.time_s, one.replica)):
+            self._router.ended(completion)
+        for member in self._members:
+            member.completions.clear()
         seen = self._members[0].as_seen(request)
-        told = self._router.choose(seen, [replace(load) for load in self._loads])
+        loads = [replace(load) for load in self._loads]
+        if self._router.sees_cache:
+            for load, member in zip(loads, self._members, strict=True):
+                load.cached_tokens = member.cached_tokens(seen.prompt)
+        told = self._router.choose(seen, loads)
         try:
             chosen = operator.index(told)
         except TypeError:  # 1.0 equals a replica's index, but isn't one
@@ -279,17 +351,32 @@ class _Meeting:
             raise ConfigError(f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {told!r}")
         self._loads[chosen].sent += 1
         self._loads[chosen].sent_tokens += request.prompt_tokens
-        self._members[chosen].take(request)
+        if not self._members[chosen].take(request):
+            self._abandon(request.id, request.arrival_time)
 
-    def _instants(self, trace: Trace) -> Iterator[tuple[float, TraceRequest | None]]:
-        """Yield (instant, request that arrives then) in order; None: loads are reported."""
-        reported_s = -math.inf
-        for request in trace:
-            due_s = self._router.reports_at(request.arrival_time)
-            if due_s > reported_s:
-                reported_s = due_s
-                yield due_s, None
-            yield request.arrival_time, request
+    def _take_next(self) -> TraceRequest:
+        """Remove and return the request that arrives next."""
+        if self._released and not (self._coming and self._coming[0].arrival_time <= self._released[0].arrival_s):
+            return heappop(self._released).request
+        return self._coming.popleft()
+
+    def _next_instant(self) -> tuple[float, Due]:
+        """Return when to meet next, and what is due then."""
+        arrivals = (self._coming[0].arrival_time if self._coming else math.inf, self._released[0].arrival_s if self._released else math.inf)
+        arrival_s = min(arrivals)
+        tick_s = (math.floor(max(self._past_s, 0.0) / TICK_S + 1e-9) + 1) * TICK_S if self._followers else math.inf
+        if tick_s < arrival_s:
+            due_s = self._router.reports_at(tick_s) if self._router.reported_every_s else -math.inf
+            if due_s > self._reported_s:
+                self._reported_s = due_s
+                return tick_s, Due.REPORT
+            return tick_s, Due.NOTHING
+        if arrival_s < math.inf:
+            due_s = self._router.reports_at(arrival_s)
+            if due_s > self._reported_s:
+                self._reported_s = due_s
+                return max(due_s, self._past_s), Due.REPORT
+        return arrival_s, Due.ARRIVAL
 
 
 class BrokenMeetingError(DovetailError):

@@ -1,7 +1,8 @@
 """Routers: a `Router` says which of several equal replicas a request goes to, from what a router in front of real engines could know.
 
-It sees the prompt, the loads that the replicas last reported, and what was sent to them since; never how long an answer will be, nor a replica's
-cache from inside. It is asked once for each request, in the order of arrival, and must give the same answers in every run.
+It sees the prompt, the session, the loads that the replicas last reported, what was sent to them since, and which requests have ended; on demand
+also how much of the prompt each replica has cached; never how long an answer will be. It is asked once for each request, in the order of arrival, and
+must give the same answers in every run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,20 @@ class Arrival:
     arrival_s: float  # since the trace began
     prompt: TokenIds  # [prompt_tokens]
     max_tokens: int  # the limit that policies see
+    session: str | None = None  # the conversation or agent that it belongs to
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A request that has ended, as a router sees it that passes answers on."""
+
+    id: str
+    session: str | None
+    replica: int
+    time_s: float  # since the trace began
+    prompt_tokens: int
+    output_tokens: int
+    completed: bool  # False if it was rejected, or failed
 
 
 @dataclass(slots=True)
@@ -47,6 +62,7 @@ class ReplicaLoad:
     tokens: int  # of both
     sent: int = 0  # requests, since the report
     sent_tokens: int = 0  # of their prompts
+    cached_tokens: int = 0  # of the prompt that is routed now, in the replica's cache; only for routers with `sees_cache`
 
     @property
     def all_requests(self) -> int:
@@ -62,10 +78,14 @@ class Router(Value, ABC):
     attributes; each run has a new router."""
 
     reported_every_s: ClassVar[float] = 0.0  # how often replicas report their loads; 0: at each arrival
+    sees_cache: ClassVar[bool] = False  # True: `ReplicaLoad.cached_tokens` is filled in, as events of the replicas' caches would tell
 
     @abstractmethod
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         """Return the index in `replicas` of the one that the request goes to. `replay_replicas` raises `ConfigError` for any other number."""
+
+    def ended(self, completion: Completion) -> None:
+        """Called for each request that has ended, in order of time, before the next request is routed. Does nothing by default."""
 
     @property
     def label(self) -> str:
@@ -155,7 +175,55 @@ class PrefixAware(Router):
             sent.popitem(last=False)
 
 
-ROUTERS: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_tokens": LeastTokens, "prefix_aware": PrefixAware, "vllm": LeastLoaded}
+class Sticky(Router):
+    """The replica of the session's last request, unless its requests have more than `most` times the tokens of the emptiest replica's, this prompt
+    added. Then, and for the first request of a session, the replica with the fewest tokens. Sessions idle for `forget_s` are forgotten."""
+
+    most: float = Field(default=2.0, ge=1)
+    forget_s: float = Field(default=600.0, gt=0)
+    _home: dict[str, int] = PrivateAttr(default_factory=dict)  # session -> replica
+    _idle: OrderedDict[str, float] = PrivateAttr(default_factory=OrderedDict)  # session -> when its last request ended, the oldest first
+
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        while self._idle and next(iter(self._idle.values())) + self.forget_s < request.arrival_s:
+            self._home.pop(self._idle.popitem(last=False)[0], None)
+        least = min(range(len(replicas)), key=lambda index: replicas[index].all_tokens)
+        if request.session is None:
+            return least
+        home = self._home.get(request.session, least)
+        if replicas[home].all_tokens > self.most * (replicas[least].all_tokens + len(request.prompt)):
+            home = least
+        self._home[request.session] = home
+        self._idle.pop(request.session, None)
+        return home
+
+    def ended(self, completion: Completion) -> None:
+        if completion.session is not None:
+            self._idle[completion.session] = completion.time_s
+            self._idle.move_to_end(completion.session)
+
+
+class CacheAware(Router):
+    """The replica with the smallest sum of `overlap_weight` x prompt tokens that its cache lacks and the tokens of its requests, the first of equal
+    ones. It knows the caches by their events, as NVIDIA Dynamo's KV router does."""
+
+    sees_cache: ClassVar[bool] = True
+
+    overlap_weight: float = Field(default=1.0, ge=0)
+
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        costs = [self.overlap_weight * (len(request.prompt) - one.cached_tokens) + one.all_tokens for one in replicas]
+        return costs.index(min(costs))
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "round_robin": RoundRobin,
+    "least_tokens": LeastTokens,
+    "sticky": Sticky,
+    "cache_aware": CacheAware,
+    "prefix_aware": PrefixAware,
+    "vllm": LeastLoaded,
+}
 
 
 @dataclass(frozen=True, slots=True)

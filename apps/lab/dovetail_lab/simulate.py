@@ -105,7 +105,7 @@ def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Calla
         if core.dead is not None:
             raise core.dead
         take(delivery)
-        feeder.forget(delivery.finished)
+        feeder.delivered(delivery)
 
 
 def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:

@@ -47,6 +47,10 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
         f"{metrics.request_rate:.3g} requests/s, {metrics.output_rate:.5g} output tokens/s, {metrics.total_rate:.5g} tokens/s in all",
         f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} preemptions, {metrics.recomputed_tokens} tokens recomputed",
     )
+    if metrics.all_sessions:
+        times = metrics.sessions
+        lasted = f"; they lasted {seconds(times.mean)} s on average, p90 {seconds(times.percentiles[90])} s" if times.count else ""
+        lines = (*lines, f"{times.count} of {metrics.all_sessions} sessions completed{lasted}")
     if metrics.grammars:
         delayed = f"their masks delayed steps by {seconds(metrics.masks_s)} s, {metrics.masks_share:.1%} of the time"
         lines = (*lines, f"{metrics.grammars} of {metrics.requests} requests had a grammar; {delayed}")

@@ -22,7 +22,8 @@ class WorkloadOptions:
     ] = None
     max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="trace|N", help="max_tokens of requests as policies see it.")] = "trace"
     predictor: Annotated[
-        str | None, typer.Option("--predictor", help="Predictions of output lengths for policies: oracle, noisy(0.5), bucket(2, 0.8).")
+        str | None,
+        typer.Option("--predictor", help="Predictions of output lengths: oracle, noisy(0.5), bucket(2, 0.8), refined(0.5, 16)."),
     ] = None
     window: Annotated[
         str | None, typer.Option("--window", metavar="FROM:TO", help="Measured part of a run: 60s:600s, or 60s: to exclude a warm-up.")

@@ -26,6 +26,7 @@ _OBJECTS: Mapping[str, Callable[[Source], Contents]] = {
 }
 _MARKS: Sequence[tuple[str, set[str]]] = (  # a format and the fields that identify it; the first match is taken
     ("mooncake", {"hash_ids"}),
+    ("mooncake", {"session_id", "input_length"}),
     ("vllm_requests", {"queued_ts"}),
     ("vtc_measured", {"config", "result"}),
     ("bench_serve", {"total_input_tokens"}),

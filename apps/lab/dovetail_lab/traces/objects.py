@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from dovetail.checks import shown
 from dovetail_lab.traces.reading import Contents, JsonObject, Located, Source, as_seconds, json_of, json_rows, without_failed
 from dovetail_lab.traces.request import Measured, Span, TraceRequest, stream_of
+from dovetail_lab.traces.transform import closed_loop_note
 
 MOONCAKE_BLOCK = 512  # tokens per hash id
 
@@ -17,12 +18,53 @@ CountTokens = Callable[[str], int]
 
 
 def read_mooncake(source: Source) -> Contents:
-    """Read Mooncake's trace (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens."""
-    return Contents([_mooncake(row) for row in json_rows(source)])
+    """Read Mooncake's trace (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens. Rows may belong to a `session_id` and wait for
+    others, as in the traces of agents that AIPerf and Dynamo replay."""
+    located: list[Located] = []
+    ids: dict[str, TraceRequest] = {}  # requests above, by id
+    latest: dict[str, TraceRequest] = {}  # the latest of each session
+    for number, row in enumerate(json_rows(source)):
+        request = _in_session(row, replace(_mooncake(row), id=str(number)), ids, latest)
+        located.append(Located(row.line, request))
+        ids[request.id] = request
+        if request.session is not None:
+            latest[request.session] = request
+    followers = closed_loop_note([one.request for one in located])
+    return Contents(located, followers)
 
 
-def _mooncake(row: JsonObject) -> Located:
-    tokens, ids = row.tokens("input_length"), row.get("hash_ids")
+def _in_session(row: JsonObject, request: TraceRequest, ids: Mapping[str, TraceRequest], latest: Mapping[str, TraceRequest]) -> TraceRequest:
+    """Return the request with its id, its session, and the requests above that it waits for: those of `wait_for`, or without a `timestamp` the one
+    before in its session."""
+    values = row.values
+    id, session = (None if values.get(name) is None else str(values[name]) for name in ("request_id", "session_id"))
+    after = values.get("wait_for") or []
+    if not isinstance(after, list) or not all(isinstance(one, str | int) for one in after):
+        raise row.source.error(f"expected a list of request_ids, got {shown(after)}", row.line, "wait_for")
+    if "timestamp" not in values and not after and session is not None and session in latest:
+        after = [latest[session].id]
+    for one in map(str, after):
+        if one not in ids:
+            raise row.source.error(f"expected request_ids of rows above, got {shown(one)}", row.line, "wait_for")
+    gap = sum(row.seconds(name, "ms") for name in ("delay", "tool_wait_ms") if values.get(name) is not None) if after else 0.0
+    earliest = max((ids[str(one)].arrival_time for one in after), default=0.0) + gap
+    return replace(
+        request,
+        id=id or request.id,
+        session=session,
+        after=tuple(map(str, after)),
+        gap_s=gap,
+        arrival_time=earliest if after else row.seconds("timestamp", "ms"),
+    )
+
+
+def _mooncake(row: JsonObject) -> TraceRequest:
+    tokens, output = row.tokens("input_length"), row.tokens("output_length")
+    session = row.values.get("session_id")
+    if session is not None and "hash_ids" not in row.values:  # each turn goes on from all before it
+        span = Span(stream_of("mooncake session", str(session)), 0, tokens + output)
+        return TraceRequest("", 0.0, tokens, output, spans=(span,))
+    ids = row.get("hash_ids")
     blocks = -(-tokens // MOONCAKE_BLOCK)
     if not isinstance(ids, list) or len(ids) != blocks or not all(type(id) is int for id in ids):
         raise row.source.error(
@@ -30,7 +72,7 @@ def _mooncake(row: JsonObject) -> Located:
         )
     last = tokens - (blocks - 1) * MOONCAKE_BLOCK
     spans = [Span(stream_of("mooncake", id), 0, MOONCAKE_BLOCK) for id in ids[:-1]] + [Span(stream_of("mooncake", ids[-1]), 0, last)]
-    return Located(row.line, TraceRequest("", row.seconds("timestamp", "ms"), tokens, row.tokens("output_length"), spans=tuple(spans)))
+    return TraceRequest("", 0.0, tokens, output, spans=tuple(spans))
 
 
 def read_vllm_requests(source: Source) -> Contents:

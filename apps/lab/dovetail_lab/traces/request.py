@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import xxhash
 
@@ -54,11 +54,21 @@ class TraceRequest:
     ttft_deadline: float | None = None  # of the first token
     tbt_s: float | None = None  # maximum seconds between two tokens
     grammar: bool = False  # constrained by a grammar; unspecified, since only its time is simulated
+    session: str | None = None  # id of its conversation or agent
+    after: tuple[str, ...] = ()  # earlier requests: it arrives `gap_s` after the last of them ended; `arrival_time` is the earliest possible
+    gap_s: float = 0.0  # reading, thinking, or running a tool
 
     @property
     def limit(self) -> int:
         """`max_tokens` for the engine and policies: that of the trace, otherwise the true length."""
         return self.output_tokens if self.max_tokens is None else self.max_tokens
+
+
+class LengthUpdates(Protocol):
+    """Predictions of lengths that are renewed while an answer is generated."""
+
+    def after(self, request: TraceRequest, generated: int) -> int | None:
+        """Return a new `predicted_tokens` after that many generated tokens; None keeps the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     seeded: bool = False  # arrivals or lengths are random: another seed gives other traffic
     window: tuple[float, float] | None = None  # measured part of a run in seconds; None: all of it
+    length_updates: LengthUpdates | None = None  # None: predictions don't change
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dovetail_lab.traces.reading import TraceError
@@ -106,6 +106,12 @@ def set_window(trace: Trace, text: str) -> Trace:
         raise TraceError(f"no request of {trace.name} arrives in the window {text}: arrivals end after {trace.duration_s:g} s")
     note = f"measured from {begin:g} s to {end:g} s, in which {count} of {len(trace)} requests arrive"
     return replace(_changed(trace, trace, note), window=(begin, end))
+
+
+def closed_loop_note(requests: Sequence[TraceRequest]) -> tuple[str, ...]:
+    """Return a note with the number of requests that wait for others, if there are any."""
+    count = sum(bool(request.after) for request in requests)
+    return (f"closed loop: {count} of {len(requests)} requests arrive after the end of others",) if count else ()
 
 
 def has_grammar(request_id: str, share: float, name: str, seed: int) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from dovetail_lab.traces import Span, Trace, TraceError, TraceRequest, load_trace
 from dovetail_lab.traces.reading import MOST_TOKENS
 from dovetail_lab.traces.request import stream_of
-from dovetail_lab.traces.transform import arriving_at, has_grammar
+from dovetail_lab.traces.transform import arriving_at, closed_loop_note, has_grammar
 from dovetail_lab.workloads.arrivals import MOST_ARRIVALS, Arrivals
 from dovetail_lab.workloads.lengths import Distribution
 from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
@@ -40,14 +40,19 @@ def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", sour
         raise TraceError(f"{source or name}: expected at least one request, but none arrives in that time")
     requests.sort(key=lambda request: request.arrival_time)
     turns = (f"{len(requests)} requests: each turn of {len(chats)} arrivals is one",) if len(requests) > len(chats) else ()
-    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}", *turns), seeded=True)
+    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}", *turns, *closed_loop_note(requests)), seeded=True)
 
 
 def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
-    """Return the trace's requests, in order, with other arrival times; deadlines keep their distance from arrival. Measured times are dropped, since
-    they belong to the old arrivals."""
-    times = arrivals.times(_rng(seed, "", "arrivals"), len(trace), None).tolist()
-    requests = tuple(arriving_at(request, time) for request, time in zip(trace, times, strict=True))
+    """Return the trace's requests with other arrival times; deadlines keep their distance from arrival. Requests that wait for others keep their gap.
+    Measured times are dropped, since they belong to the old arrivals."""
+    waiting = {request.id for request in trace if request.after}
+    drawn = iter(arrivals.times(_rng(seed, "", "arrivals"), len(trace) - len(waiting), None).tolist())
+    made: dict[str, TraceRequest] = {}
+    for request in trace:
+        earliest = max((made[id].arrival_time for id in request.after if id in made), default=0.0) + request.gap_s
+        made[request.id] = arriving_at(request, earliest if request.after else next(drawn))
+    requests = tuple(sorted(made.values(), key=lambda request: request.arrival_time) if waiting else made.values())
     return replace(trace, requests=requests, notes=(*trace.notes, f"arrivals replaced by {arrivals!r}, seed {seed}"), seeded=True)
 
 
@@ -67,6 +72,9 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
         raise TraceError(f"more than {MOST_ARRIVALS:,} turns, the limit of a workload")
     prompts, outputs = _lengths(stream, name, seed, sum(turns))
     pauses = draw("think", stream.think, sum(turns))
+    if stream.tool is not None:
+        calls = _rng(seed, name, "calls").random(sum(turns)) < stream.tool_share
+        pauses = [tool if call else pause for pause, tool, call in zip(pauses, draw("tool", stream.tool, sum(turns)), calls.tolist(), strict=True)]
     clients = _clients(stream.clients, name, _rng(seed, name, "clients"), len(times))
     objectives = (("deadline", stream.deadline), ("ttft_deadline", stream.ttft_deadline), ("tbt", stream.tbt))
     due = [[None] * len(times) if drawn is None else draw(name, drawn, len(times)) for name, drawn in objectives]
@@ -119,6 +127,7 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
         if len(chat.prompts) > 1:
             spans.append(Span(stream_of("chat", chat.id), 0, said + prompt + output))
         request_id = f"{chat.id}/{turn}" if len(chat.prompts) > 1 else chat.id
+        waits = stream.closed_loop and turn > 0
         requests.append(
             TraceRequest(
                 request_id,
@@ -132,6 +141,9 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
                 tbt_s=chat.tbt_s,
                 grammar=has_grammar(request_id, stream.grammar_share, stream_name, seed),
                 spans=tuple(spans),
+                session=chat.id if len(chat.prompts) > 1 else None,
+                after=(f"{chat.id}/{turn - 1}",) if waits else (),
+                gap_s=round(chat.pauses[turn - 1], 6) if waits else 0.0,
             )
         )
         said += prompt + output

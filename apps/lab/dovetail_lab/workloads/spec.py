@@ -65,7 +65,13 @@ class Stream(Value):
     output: Lengths | None = Field(default=None, description="Tokens of an answer.")
     system: NonNegativeInt = Field(default=0, description="Length of a prompt prefix shared by all requests of the stream.")
     turns: Lengths = Field(default=Fixed(value=1), description="Turns of a chat.")
-    think: Lengths = Field(default=Fixed(value=30), description="Seconds between the arrivals of successive turns.")
+    think: Lengths = Field(
+        default=Fixed(value=30),
+        description="Seconds between the arrivals of successive turns; in a closed loop from an answer's end.",
+    )
+    closed_loop: bool = Field(default=False, description="True: a turn waits for the answer before, and then `think` or `tool` seconds.")
+    tool: Lengths | None = Field(default=None, description="Seconds that a tool called by an answer runs, in place of `think`.")
+    tool_share: float = Field(default=1.0, ge=0, le=1, description="Share of answers that call a tool, if `tool` is given.")
     clients: Annotated[Clients, BeforeValidator(_clients)] | None = Field(default=None, description="A number, or zipf(count, skew).")
     priority: int = Field(default=0, description="Smaller is more important.")
     deadline: Lengths | None = Field(default=None, description="Seconds after arrival by which the last token is due.")
