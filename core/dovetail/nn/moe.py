@@ -1,11 +1,10 @@
-"""Mixtures of experts: many feed-forwards, of which each token goes through a few that a router chooses for it.
+"""Mixtures of experts: many feed-forwards; a router chooses a few of them for each token.
 
     logits = router(x)                                    # [tokens, experts] float32
     ids, weights = choose(logits, k, normalize=True)      # [tokens, k]
     experts.add_to(residual, x, ids, weights)
 
-What is done with the logits is the model's own business; `choose` is what most models do. Each rank of a group has a share of the inner size of every
-expert.
+How logits are used is up to the model; `choose` is what most models do. Each rank has a share of the inner size of every expert.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Router(Layer):
 
 
 def choose(logits: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids [tokens, k] int32 of the largest logits [tokens, experts] of each token, falling, the lower id first where two are equal; and
-    their softmax [tokens, k] float32: over all experts, or, if `normalize`, over those chosen."""
+    """Return the ids [tokens, k] int32 of each token's largest logits [tokens, experts], descending, ties by lowest id; and their softmax [tokens,
+    k] float32 over all experts, or, if `normalize`, over the chosen ones."""
     if use_kernels(logits):
         from dovetail.nn.kernels import routing
 
@@ -63,7 +62,8 @@ def choose(logits: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """How a checkpoint has all experts in one tensor. `interleaved`: gates and ups alternate. `transposed`: plain weights are [experts, inputs,
+    """Layout of a checkpoint with all experts in one tensor. `interleaved`: gates and ups alternate. `transposed`: plain weights are [experts,
+    inputs,
     outputs]."""
 
     interleaved: bool = False
@@ -71,7 +71,7 @@ class Stacked:
 
 
 class Experts(nn.Module):
-    """`count` gated feed-forwards: down(activation(gate(x)) * up(x)), or what else the activation makes of gate and up. In some format: see
+    """`count` gated feed-forwards: down(activation(gate(x)) * up(x)), or another function of gate and up, with weights in a format of
     `dovetail.nn.format`."""
 
     format: WeightFormat = DENSE
@@ -123,7 +123,7 @@ class Experts(nn.Module):
             self.take_format(DENSE, context.device)
 
     def take_format(self, form: WeightFormat, device: torch.device) -> None:
-        """Allocate the weights on `device` as `form` stores them. Raises `UnsupportedError` where a size isn't one that it can store."""
+        """Allocate the weights on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
         self.format = form
         for name in ("gate_up", "down"):
             setattr(self, name, nn.ParameterList(form.allocate_experts(list(getattr(self, name)), device)))
@@ -131,12 +131,12 @@ class Experts(nn.Module):
         self._layers = ExpertLayers(list(self.gate_up), list(self.down), self.gate_up_bias, own_bias, self.activation)
 
     def placed_weights(self) -> list[Any]:
-        """Return the weights that take a format."""
+        """Return the weights that have a format."""
         return [*self.gate_up, *self.down]
 
     def add_to(self, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """The stream gets, for each token, the sum of what its experts make of x [tokens, hidden], which is the stream's norm: `ids` [tokens, k]
-        int32, from 0 to count - 1 and different ones, times `weights` [tokens, k] float32."""
+        """Add to the stream, for each token, the weighted sum of its experts' outputs for x [tokens, hidden], the normed stream. `ids` [tokens, k]
+        int32: distinct, from 0 to count - 1. `weights` [tokens, k] float32."""
         parts = self.format.experts(self._layers, x, ids, weights)
         if self.group.size == 1:
             residual.add_parts(parts)
@@ -148,8 +148,8 @@ class Experts(nn.Module):
             place.copy_(parts.sum(0))
 
     def weights(self, prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Iterator[WeightRule]:
-        """Yield where a checkpoint's tensors go: `{prefix}3.{gate}.weight` of expert 3 and so on; or, if it has one for all experts,
-        `{prefix}gate_up_proj` and `{prefix}{down}`, with `_bias` behind their names for the biases."""
+        """Yield the rules for a checkpoint's tensors: `{prefix}3.{gate}.weight` for expert 3 and so on; or, if one tensor has all experts,
+        `{prefix}gate_up_proj` and `{prefix}{down}`, with the suffix `_bias` for biases."""
         for index, (both, back) in enumerate(zip(self.gate_up, self.down, strict=True)):
             one = f"{prefix}{index}."
             names = (f"{one}{gate}.weight", f"{one}{up}.weight", f"{one}{down}.weight")

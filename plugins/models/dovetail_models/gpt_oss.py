@@ -18,7 +18,7 @@ class GptOss(DecoderArch):
         {
             *("attention_bias", "sliding_window", "layer_types", "swiglu_alpha", "swiglu_limit"),
             *("num_local_experts", "num_experts_per_tok", "experts_per_token"),
-            *("router_aux_loss_coef", "output_router_logits", "initial_context_length"),  # of training; in `rope_parameters`, too
+            *("router_aux_loss_coef", "output_router_logits", "initial_context_length"),  # only for training; also in `rope_parameters`
         }
     )
 

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts: attention as of the dense Qwen3; all feed-forwards or every so many are mixtures."""
+"""Qwen3 mixture of experts: attention like dense Qwen3; all or every n-th feed-forward is a mixture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Qwen3Moe(DecoderArch):
         {
             *("attention_bias", "sliding_window", "use_sliding_window", "max_window_layers"),
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-            *("decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "output_router_logits"),  # the last two are of training
+            *("decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "output_router_logits"),  # the last two are only for training
         }
     )
 

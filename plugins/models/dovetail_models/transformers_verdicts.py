@@ -1,4 +1,4 @@
-"""Verdicts of the checks of models through transformers, kept on disk so that a second start of the same model doesn't check again."""
+"""Cached verdicts of the checks of models through transformers, so that restarts of the same model skip them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def folder() -> Path:
-    """Return where verdicts are: `dovetail/transformers` in XDG_CACHE_HOME, which is ~/.cache if it isn't set."""
+    """Return the folder of verdicts: `dovetail/transformers` in XDG_CACHE_HOME, by default ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dovetail" / "transformers"
 
 
 class Verdict:
-    """The file of one model that passed its checks, in one environment. Only passed checks are kept: what was refused is checked again."""
+    """Verdict file of one model in one environment. Only passed checks are stored: rejected models are checked again."""
 
     def __init__(self, config: Any, environment: Mapping[str, Any]) -> None:
-        """`config`: transformers' config. `environment`: what else the numbers depend on, but the versions of packages, which are added."""
+        """`config`: transformers' config. `environment`: other dependencies of the numbers; package versions are added."""
         versions = {name: version(name) for name in _PACKAGES}
         key = {"config": config.to_dict(), "versions": versions, "environment": environment}
         self._key = json.loads(_ADDRESS.sub("", json.dumps(key, sort_keys=True, default=str)))
         self.path = folder() / f"{hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
     def read(self) -> bool | None:
-        """Return whether layers may be replaced by ours in a model that passed; None: it wasn't checked yet. A file that can't be read, or is of
-        something else, is ignored with a warning."""
+        """Return whether a passed model may use Dovetail's layers; None: not checked yet. A file that is unreadable or belongs to another model is
+        ignored with a warning."""
         try:
             text = self.path.read_bytes()
         except FileNotFoundError:
@@ -55,9 +55,9 @@ class Verdict:
         return None
 
     def write(self, *, replaced: bool) -> None:
-        """Keep that the model passed. Where nothing can be written, the next start checks again, as a line in the log says."""
+        """Store that the model passed. If the file can't be written, this is logged, and the next start checks again."""
         stored = json.dumps({"key": self._key, "replaced": replaced}, indent=1)
-        own = self.path.with_name(f"{self.path.name}.{os.getpid()}")  # of this process: another may be writing, too
+        own = self.path.with_name(f"{self.path.name}.{os.getpid()}")  # per process: another one may be writing, too
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(own, lambda path: path.write_text(stored, encoding="utf-8"))

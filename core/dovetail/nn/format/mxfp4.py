@@ -22,8 +22,8 @@ from dovetail.nn.parameter import Part, Weight
 if TYPE_CHECKING:
     from dovetail.nn.kernels import experts
 
-GROUP = 32  # inputs of a scale
-BLOCK = 128  # inputs that are packed together, as in `int4`
+GROUP = 32  # inputs per scale
+BLOCK = 128  # number of inputs that are packed together, as in `int4`
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 LARGEST_IN_FLOAT16 = 127 + 13  # code of a scale by which 6 can be multiplied
@@ -31,7 +31,7 @@ LARGEST_IN_FLOAT16 = 127 + 13  # code of a scale by which 6 can be multiplied
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Format(StoredFormat):
-    """Packed as `Int4` packs, and the codes of scales [inputs / 32, outputs]."""
+    """Packed like `Int4`, with the codes of scales [inputs / 32, outputs]."""
 
     def __str__(self) -> str:
         return "mxfp4"
@@ -71,9 +71,9 @@ class Mxfp4Format(StoredFormat):
             if tensor.dtype != torch.uint8:
                 raise ModelLoadError(f"{name}: expected uint8, found {str(tensor.dtype).removeprefix('torch.')}")
         if bool((scales == 255).any()):
-            raise ModelLoadError("scales must be numbers, and one is 255, which is none")
+            raise ModelLoadError("scales must be numbers, but one is 255 (NaN)")
         if weight.compute_dtype == torch.float16 and bool((scales > LARGEST_IN_FLOAT16).any()):
-            raise ModelLoadError("a scale is beyond what float16 holds: use bfloat16")
+            raise ModelLoadError("a scale exceeds the range of float16: use bfloat16")
         self._place(weight, part, 0, torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), scales)
 
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class Mxfp4Format(StoredFormat):
 
 
 class Mxfp4(Quantization):
-    """Experts are quantized; what the config excludes isn't, nor any other layer."""
+    """Quantizes experts, except those that the config excludes, and no other layers."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)

@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803, N806 (constants are upper case)
-"""The feed-forwards of a mixture of experts. A pair is a token and one of the k experts that it has chosen; pair p is of token p // k.
+"""Feed-forwards of a mixture of experts. A pair is a token and one of its k chosen experts; pair p belongs to token p // k.
 
-Few pairs are computed one by one: a program has some outputs of a pair, on ordinary units, as in `one_row`. More are sorted by expert, each expert's
-padded to whole blocks, whose weights a program reads once:
+Few pairs are computed one by one: a program computes some outputs of a pair, without matrix units, like `one_row`. More are sorted by expert,
+padded to whole blocks per expert, so that a program reads weights once per block:
 
     ids     5 2 5 7 2 …                      pairs 0, 1, 2, …
-    places  1 4 · · | 0 2 · · | 3 · · · | …   pairs; blocks of expert 2, of 5, of 7, …; blocks that aren't needed come last
+    places  1 4 · · | 0 2 · · | 3 · · · | …   pairs; blocks of expert 2, of 5, of 7, …; unneeded blocks come last
 
-The numbers of pairs and blocks depend on the number of tokens alone, so that graphs can be recorded. The k products of a token are added up in their
-order. Twin: `dovetail.nn.format.base.plain_experts`.
+The numbers of pairs and blocks depend only on the number of tokens, so that graphs can be recorded. The k products of a token are summed in order.
+Twin: `dovetail.nn.format.base.plain_experts`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLAMPED = 3
 
 
 PLAIN, FLOAT8, INT4, FP4 = range(4)
-CHUNK = 128  # inputs whose 4-bit weights lie together
+CHUNK = 128  # inputs whose 4-bit weights are stored together
 
 
 class Stored(NamedTuple):
@@ -54,7 +54,7 @@ class Stored(NamedTuple):
         return self.values.shape[1]
 
     def constants(self) -> dict[str, int | bool]:
-        """What the kernels know of it when they are compiled."""
+        """Compile-time constants of the kernels."""
         sharing = self.outputs // self.scales.shape[1] if self.kind == FLOAT8 and self.scales is not None else 1
         return {
             "INPUTS": self.inputs,
@@ -66,14 +66,14 @@ class Stored(NamedTuple):
         }
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values, scales and zeros; whatever where there are none."""
+        """Values, scales and zeros; unused tensors where there are none."""
         scales = self.values if self.scales is None else self.scales
         return self.values, scales, scales if self.zeros is None else self.zeros
 
 
 @dataclass(frozen=True, slots=True)
 class FewTiling:
-    """Outputs of a program (pairs, if gated), and its warps."""
+    """Outputs per program (pairs if gated), and its warps."""
 
     outputs: int
     warps: int
@@ -81,7 +81,7 @@ class FewTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The share of a program: places, outputs (pairs, if gated), inputs that it computes with at once; chunks of these that are under way, warps."""
+    """Share of one program: places, outputs (pairs if gated), inputs per chunk, chunks in flight, warps."""
 
     rows: int
     outputs: int
@@ -91,14 +91,14 @@ class Tiling:
 
 
 class Few(NamedTuple):
-    """Pairs are computed one by one."""
+    """Tilings if pairs are computed one by one."""
 
     gate_up: FewTiling
     down: FewTiling
 
 
 class Many(NamedTuple):
-    """Pairs are sorted. Both layers have blocks of as many places."""
+    """Tilings if pairs are sorted. Both layers have the same number of places per block."""
 
     gate_up: Tiling
     down: Tiling
@@ -230,7 +230,7 @@ def _few_gate_up(
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of one pair."""
+    """Compute N outputs of one pair."""
     pair, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
     real = n < OUTPUTS
     let_next_begin(PDL)
@@ -269,11 +269,11 @@ def _few_down(
     TOP: tl.constexpr,
     PADDED: tl.constexpr,
     N: tl.constexpr,
-    AHEAD: tl.constexpr,  # pairs whose weights are asked for at once
+    AHEAD: tl.constexpr,  # pairs whose weights are requested at once
     BIASED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of one token: the sum over its pairs."""
+    """Compute N outputs of one token: the sum over its pairs."""
     token, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
     real = n < OUTPUTS
     let_next_begin(PDL)
@@ -299,7 +299,7 @@ def _few_down(
 def _sort(
     ids,  # [pairs]
     places,  # [blocks, BLOCK]: pairs, or `pairs` where there is none
-    experts,  # [blocks]: of a block; -1: it isn't needed
+    experts,  # [blocks]: expert of a block; -1: not needed
     pairs,
     blocks,
     COUNT: tl.constexpr,  # experts
@@ -308,7 +308,7 @@ def _sort(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The pairs of one expert, in their order."""
+    """Write the pairs of one expert, in order."""
     expert, e = tl.program_id(0), tl.arange(0, PADDED)
     i, j = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
     let_next_begin(PDL)
@@ -357,7 +357,7 @@ def _added(
     PRECISION: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """The sums plus the products of inputs from `at` on."""
+    """Return the sums plus the products of inputs from `at` on."""
     weight = values + expert * outputs * BYTES
     scale_at = _scales_of(scales, expert, outputs, INPUTS, KIND, GROUP, SHARING)
     if KIND >= 2:
@@ -428,7 +428,7 @@ def _sorted(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """N outputs of one block, transposed: a matrix unit takes 64 rows at once, and a block may have fewer places."""
+    """Compute N outputs of one block, transposed: matrix units process 64 rows at once, and a block may have fewer places."""
     block, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
     let_next_begin(PDL)
     wait(PDL)
@@ -518,7 +518,7 @@ def choice_for(tokens: int, per_token: int, gate_up: Stored, bytes_each: int = 2
     """Return the tilings for so many tokens, which have chosen `per_token` experts each, of activations of so many bytes. Measured with
     `bench.experts` on an H100, for 128 experts of 2,048 x 768."""
     pairs, count = tokens * per_token, len(gate_up.values)
-    if tokens == 1 or 4 * pairs < count:  # an expert that two tokens have chosen is read twice then
+    if tokens == 1 or 4 * pairs < count:  # an expert chosen by two tokens is then read twice
         held = 2 * triton.next_power_of_2(gate_up.inputs)
         return Few(FewTiling(1, min(8, max(1, held // 4096))), FewTiling(1, min(8, max(1, held // 4096))))
     average = pairs / count  # places of an expert
@@ -542,7 +542,7 @@ def experts(
     weights: torch.Tensor,
     choice: Few | Many | None = None,
 ) -> torch.Tensor:
-    """As `WeightFormat.experts`, for contiguous tensors: x [tokens, hidden], ids [tokens, k] int32, weights [tokens, k] float32."""
+    """Like `WeightFormat.experts`, for contiguous tensors: x [tokens, hidden], ids [tokens, k] int32, weights [tokens, k] float32."""
     (tokens, per_token), count = ids.shape, len(gate_up.values)
     if not tokens:
         return torch.empty((1, 0, down.outputs), dtype=x.dtype, device=x.device)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""The choice of experts: logits in float32, the largest of them, their softmax. Twins: `dovetail.nn.moe`."""
+"""Choice of experts: logits in float32, the largest ones, their softmax. Twins: `dovetail.nn.moe`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dovetail.nn.kernels import few_rows, one_row
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
-FEW_ROWS = 16  # with more, torch's products are as quick
+FEW_ROWS = 16  # above, torch.matmul is as fast
 
 
 @triton.jit
 def _choose(logits, ids, weights, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr):
-    """One token. A logit that is no number is taken for the least."""
+    """Route one token. NaN logits count as the lowest."""
     token, e = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     let_next_begin(PDL)
     wait(PDL)
@@ -30,7 +30,7 @@ def _choose(logits, ids, weights, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP
     else:
         total = tl.sum(tl.exp(values - most), 0)
     left = e < COUNT
-    chosen = tl.zeros([PADDED], tl.int32)  # which place it has, from 1 on
+    chosen = tl.zeros([PADDED], tl.int32)  # rank from 1 on; 0: not chosen
     for place in tl.static_range(TOP):
         largest = tl.max(tl.where(left, values, lowest), 0)
         best = tl.min(tl.where(left & (values == largest), e, PADDED), 0)
@@ -44,7 +44,7 @@ def _choose(logits, ids, weights, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP
 
 
 def choose(logits: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `dovetail.nn.moe.choose`, for contiguous logits."""
+    """Like `dovetail.nn.moe.choose`, for contiguous logits."""
     tokens, count = logits.shape
     ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
@@ -57,7 +57,8 @@ def choose(logits: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor,
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [tokens, hidden] and weight [experts, hidden], contiguous and alike -> [tokens, experts] float32, not rounded before."""
+    """x [tokens, hidden] and weight [experts, hidden], contiguous and of the same dtype -> [tokens, experts] float32, without intermediate
+    rounding."""
     out = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
     if len(x) == 1:
         return one_row.linear(x, weight, bias, into=out)
