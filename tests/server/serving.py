@@ -57,7 +57,7 @@ async def serving(engine: ServedEngine | Starlette, settings: ServerSettings | N
 async def serving_app(app: Starlette, **config: Any) -> AsyncIterator[str]:
     """Serve an app in this event loop; the URL."""
     server, listening, url = _server(app, **config)
-    task = asyncio.create_task(server._serve([listening]))
+    task = asyncio.create_task(server.serve([listening]))
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield url
@@ -78,7 +78,7 @@ def serving_in_thread(make_engine: Callable[[], ServedEngine | Awaitable[ServedE
         server, listening, url = _server(create_app(engine, settings or ServerSettings()))
         found.update(url=url, server=server)
         started.set()
-        await server._serve([listening])
+        await server.serve([listening])
         if isinstance(engine, RemoteEngine):
             engine.close()
         else:
