@@ -16,8 +16,7 @@ import pytest
 from dovetail.errors import DovetailError
 from dovetail_executors import connection
 from dovetail_executors.connection import CONTROL, Wire
-from dovetail_executors.reception import Reception
-from dovetail_executors.remote_ranks import RemoteRanks
+from dovetail_executors.remote_ranks import Reception, RemoteRanks
 from dovetail_executors.ring import Kind
 from tests.executors.hosts import HERE, THERE, free_port
 from tests.executors.ranks import nothing_left, wait_until

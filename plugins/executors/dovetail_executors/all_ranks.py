@@ -11,8 +11,7 @@ from dovetail.errors import DovetailError
 from dovetail_executors.connection import token, versions
 from dovetail_executors.rank_process import RankJob
 from dovetail_executors.ranks import Ranks
-from dovetail_executors.reception import Reception
-from dovetail_executors.remote_ranks import RemoteRanks, beat_until
+from dovetail_executors.remote_ranks import Reception, RemoteRanks, beat_until
 from dovetail_executors.ring import Kind, Words
 
 POLL_S = 0.2
