@@ -21,10 +21,10 @@ from dovetail import LLM, LLMEngine, SamplingParams
 from dovetail.errors import ConfigError, EngineDeadError, ModelLoadError
 from dovetail.front.tokenizer import Tokenizer
 from dovetail_batch import open_job, runner
-from dovetail_batch.engine_link import EngineLink
 from dovetail_batch.engine_process import EngineWorker, start_engine
 from dovetail_batch.job import load_plan
 from dovetail_batch.rows import JobRow
+from dovetail_batch.runner import EngineLink
 from dovetail_batch.shards import ShardStore
 from dovetail_batch.sources import Jsonl
 from tests.batch.jobs import answers, run_job, write_job, write_rows
@@ -306,7 +306,7 @@ def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             ends.append(os.dup(pass_fds[0]))
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("dovetail_batch.engine_link.subprocess.Popen", Process)
+    monkeypatch.setattr("dovetail_batch.runner.subprocess.Popen", Process)
     for place, gpus in enumerate(["0", "1,2", None]):
         EngineLink(place, "demo", gpus).connection.close()
     assert seen == ["0", "1,2", "all"]

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from dovetail_batch.answers import Answer, failure_of, writer_of
-from dovetail_batch.errors import UnwritableOutput
-from dovetail_batch.folder import Manifest
-from dovetail_batch.shards import ShardStore
+from dovetail_batch.shards import Manifest, ShardStore, UnwritableOutput
 
 ROWS, SHARD_ROWS = 8, 3
 MANIFEST = Manifest("", {"shard_rows": SHARD_ROWS}, ROWS, (0, 3, 6))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import RequestError
+from dovetail_batch.open_job import scan
 from dovetail_batch.rows import JobRow, RowReader
-from dovetail_batch.scanning import scan
 from dovetail_batch.sources import Csv, Jsonl, Source
 from tests.support import examples
 

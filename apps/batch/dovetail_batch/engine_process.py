@@ -27,7 +27,7 @@ from dovetail_batch.rows import JobRow
 if TYPE_CHECKING:
     from dovetail.front.chat import ChatFrontEnd
     from dovetail.front.llm_engine import LLMEngine
-    from dovetail.front.prompts import Prompt
+    from dovetail.front.request_checks import Prompt
 
 _Prepared = tuple[JobRow, "Prompt | RequestError"]
 
