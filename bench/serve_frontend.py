@@ -21,8 +21,7 @@ from pathlib import Path
 import uvicorn
 
 import dovetail_models
-from dovetail.front.generation_defaults import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake import GenerationDefaults, IntakeFacts
 from dovetail.limits import Limits
 from dovetail_server.app import create_app
 from dovetail_server.engine import EngineInfo, Load

@@ -13,9 +13,8 @@ from dovetail.api.component import Kind
 from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.limits import Limits
-from dovetail.registry.auto import attention_candidates, chosen_grammar
 from dovetail.registry.plugin import NAMESPACE
-from dovetail.registry.registry import Registry
+from dovetail.registry.registry import Registry, attention_candidates, chosen_grammar
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import KeyPath, Where, explain, unknown_key
@@ -287,11 +286,11 @@ class EngineConfig(BaseModel):
         return tuple(model for model in registry.components("model") if model.api_problem() is None)
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
-        """Return the backends that the executor should consider, best first: see `dovetail.registry.auto`."""
+        """Return the backends that the executor should consider, best first: see `dovetail.registry.registry`."""
         return attention_candidates(registry, self.attention.name, self.attention.options, self.attention.where)
 
     def chosen_grammar(self, registry: Registry) -> ResolvedComponent | None:
-        """Return the grammar backend that requests may ask for, if there is one: see `dovetail.registry.auto`."""
+        """Return the grammar backend that requests may ask for, if there is one: see `dovetail.registry.registry`."""
         return chosen_grammar(registry, self.grammar.name, self.grammar.options, self.grammar.where)
 
     def in_full(self, registry: Registry) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from pydantic_core import core_schema
 
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DovetailError
-from dovetail.registry.auto import AUTO, PREFERENCE
-from dovetail.registry.registry import Registry
+from dovetail.registry.registry import AUTO, PREFERENCE, Registry
 from dovetail.registry.resolved import ResolvedComponent
 
 

@@ -11,9 +11,8 @@ from typing import Any
 from dovetail.api.component import KINDS, Kind
 from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
-from dovetail.registry.auto import PREFERENCE
 from dovetail.registry.models import locate_model
-from dovetail.registry.registry import Registry
+from dovetail.registry.registry import PREFERENCE, Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.where import LISTED, and_more
 

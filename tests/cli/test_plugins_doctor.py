@@ -14,10 +14,8 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app as dovetail_app
 from dovetail.cli.plugins_doctor import doctor
 from dovetail.errors import DISTRIBUTION, PluginError
-from dovetail.registry.doctor.examine import examine
-from dovetail.registry.doctor.findings import PROBLEMS, Diagnosis, Finding
-from dovetail.registry.doctor.machine import in_words, look_at_machine
-from dovetail.registry.doctor.metadata import metadata_findings
+from dovetail.registry.doctor.examine import examine, in_words, look_at_machine
+from dovetail.registry.doctor.metadata import PROBLEMS, Diagnosis, Finding, metadata_findings
 from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
 
 GOOD = components(scheduler(package="good"))

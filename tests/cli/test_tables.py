@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.cli.tables import fitting_widths, print_table
+from dovetail.cli.streams import fitting_widths, print_table
 from tests.support import examples
 
 ROWS = [("NAME", "TYPE", "DESCRIPTION"), ("aging_s", "float | None", "Seconds after arrival that count as one step of priority [sic], and so on")]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail_cluster.interfaces import ReplicaStatus
-from dovetail_cluster.ray_calls import RayCalls
+from dovetail_cluster.ray_launcher import RayCalls
 
 
 class FakeActor:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dovetail.errors import ConfigError, MissingExtraError
-from dovetail_cluster import ray_calls
-from dovetail_cluster.http_json import ask
+from dovetail_cluster import ray_launcher
 from dovetail_cluster.interfaces import Replica, ReplicaStatus
-from dovetail_cluster.ray_calls import AUTH_MODE, RayCalls
-from dovetail_cluster.ray_launcher import RayLauncher, RayReplica
+from dovetail_cluster.probes import ask
+from dovetail_cluster.ray_launcher import AUTH_MODE, RayCalls, RayLauncher, RayReplica
 from dovetail_cluster.settings import ClusterSettings
 from tests.cluster.replica_ray import FakeCalls
 
@@ -96,13 +95,13 @@ def test_a_replica_that_waits_for_room_can_be_killed(launcher: RayLauncher) -> N
 
 
 def test_without_ray_the_error_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_calls, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_launcher, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'pip install "dovetail-llm\[ray\]"'):
         RayCalls()
 
 
 def test_without_rays_tokens_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_calls, "find_spec", lambda name: name)
+    monkeypatch.setattr(ray_launcher, "find_spec", lambda name: name)
     monkeypatch.setenv(AUTH_MODE, "disabled")
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE is 'disabled'"):
         RayCalls()

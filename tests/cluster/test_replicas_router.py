@@ -22,9 +22,9 @@ from bench.soak import free_port
 
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail_cluster import smg_router
-from dovetail_cluster.http_json import ask
 from dovetail_cluster.interfaces import Listed
 from dovetail_cluster.local_launcher import ServerProcess
+from dovetail_cluster.probes import ask
 from dovetail_cluster.settings import ClusterSettings
 from dovetail_cluster.smg_router import SmgRouter
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail_cluster.scaling import Scaler
+from dovetail_cluster.controller import Scaler
 from dovetail_cluster.settings import Replicas, Scale
 
 

@@ -15,9 +15,8 @@ import typer
 from dovetail.cli.streams import guard_output
 from dovetail.errors import ConfigError, DovetailError
 from dovetail_cluster.control import ControlSocket, NotUp, names_up, runtime_folder, tell
-from dovetail_cluster.local_launcher import LocalLauncher, visible_gpus
+from dovetail_cluster.local_launcher import LocalLauncher, serve_command, visible_gpus
 from dovetail_cluster.running import announce
-from dovetail_cluster.serve_command import serve_command
 from dovetail_cluster.settings import ClusterSettings, load_cluster
 from dovetail_server.command import serve
 

@@ -16,8 +16,7 @@ from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.limits import Limits
 from dovetail.parts import find_parts
-from dovetail.registry.auto import PREFERENCE
-from dovetail.registry.registry import Registry
+from dovetail.registry.registry import PREFERENCE, Registry
 from dovetail.yaml_source import parse_yaml
 from tests.registry.fakes import Site, components
 from tests.support import examples

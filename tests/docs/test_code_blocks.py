@@ -24,8 +24,7 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
-from dovetail.registry.auto import AUTO
-from dovetail.registry.registry import Registry
+from dovetail.registry.registry import AUTO, Registry
 from dovetail_batch.job import load_plan
 from dovetail_cluster.settings import load_cluster
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages

@@ -19,7 +19,7 @@ from dovetail.api.component import KINDS, Kind
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION
 from dovetail.registry import hookspecs
-from dovetail.registry.doctor.findings import PROBLEMS
+from dovetail.registry.doctor.metadata import PROBLEMS
 from dovetail.registry.resolved import BASE_CLASSES
 from dovetail.registry.selection import PluginSelection
 from dovetail_server.command import option_name

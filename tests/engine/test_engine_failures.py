@@ -14,8 +14,7 @@ from dovetail.api.observer import EngineStopped, Observer, RequestFinished
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.observers import MAX_ERRORS
-from dovetail.engine.stats import STORM_STEPS
+from dovetail.engine.stats import MAX_ERRORS, STORM_STEPS
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
 from dovetail.request import Request
 from dovetail.testing import FakeExecutorOptions

@@ -20,14 +20,13 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.observers import ObserverHub
 from dovetail.engine.siblings import make_siblings
+from dovetail.engine.stats import ObserverHub
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
-from dovetail_kv_cache.chain import HashName
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
+from dovetail_kv_cache.prefix import HashName, PrefixCache, PrefixOptions
 from tests.engine.policies import FCFS
 from tests.engine.rules import constraint, expected_by_rule
 

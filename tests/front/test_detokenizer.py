@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from dovetail.front.detokenizer import MAX_HELD, ByteLevelText, IncrementalText, WindowText, token_text
-from dovetail.front.stop_strings import START, StopStrings
+from dovetail.front.detokenizer import MAX_HELD, START, ByteLevelText, IncrementalText, StopStrings, WindowText, token_text
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.sampling_params import SamplingParams
 from tests.support import examples

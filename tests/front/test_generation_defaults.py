@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import ModelLoadError
-from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
+from dovetail.front.intake import GenerationDefaults, resolve_sampling
 from dovetail.sampling_params import SamplingParams
 
 

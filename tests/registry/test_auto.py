@@ -7,9 +7,8 @@ import pytest
 from dovetail.api import ComponentSpec
 from dovetail.api.component import API_VERSIONS, Kind
 from dovetail.errors import DISTRIBUTION, ConfigError, MissingExtraError, PluginError
-from dovetail.registry.auto import attention_candidates, chosen_grammar
 from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
-from dovetail.registry.registry import Registry
+from dovetail.registry.registry import Registry, attention_candidates, chosen_grammar
 from dovetail.registry.resolved import ResolvedComponent
 
 

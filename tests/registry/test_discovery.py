@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dovetail.registry.finder import find_plugins
+from dovetail.registry.loader import find_plugins
 from dovetail.registry.plugin import PluginFailure
 from dovetail.registry.registry import Registry
 from tests.registry.fakes import Site, components, scheduler

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.registry.doctor import own_time
-from dovetail.registry.doctor.own_time import OwnTime, wait
+from dovetail.registry.doctor import process as own_time
+from dovetail.registry.doctor.process import OwnTime, wait
 from tests.support import examples
 
 S = 1_000_000_000  # in nanoseconds

@@ -6,7 +6,7 @@ import json
 
 from hypothesis import strategies as st
 
-from dovetail_server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.pieces import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 JSON_OBJECTS = st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers(-9, 9) | TEXTS, max_size=3).map(json.dumps)

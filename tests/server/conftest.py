@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving_in_threads
 
 

@@ -9,7 +9,7 @@ import transformers
 from dovetail.errors import EngineDeadError
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import CompletionOutput, RequestOutput
-from dovetail_server.testing import FakeEngine, FakeRequest
+from tests.server.fake_engine import FakeEngine, FakeRequest
 
 TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson + '\n' }}{% endfor %}
 {%- for message in messages %}<{{ message.role }}>

@@ -10,7 +10,7 @@ import pytest
 
 from dovetail_server.engine import Load
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio

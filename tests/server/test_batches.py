@@ -26,7 +26,7 @@ from dovetail_server.batches.store import BatchStore, derived_file_id, new_id
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.batches import Batch as StoredBatch
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import PATIENCE_S, serving
 
 pytestmark = pytest.mark.anyio

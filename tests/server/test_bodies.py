@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from dovetail_server import bodies
+from dovetail_server import admission
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -106,7 +106,7 @@ async def test_a_body_that_takes_too_long_is_told(
 
 
 async def test_a_body_that_comes_steadily_has_the_time_that_its_size_takes(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SLOWEST_BYTES_S", 1.0)
+    monkeypatch.setattr(admission, "SLOWEST_BYTES_S", 1.0)
     async with serving(fake(), ServerSettings(body_timeout_s=0.1)) as url, httpx.AsyncClient(base_url=url) as http:
 
         async def slowly() -> AsyncIterator[bytes]:

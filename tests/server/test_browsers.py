@@ -12,7 +12,7 @@ import pytest
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import is_on_loopback
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 
 pytestmark = pytest.mark.anyio
 EVIL = "https://evil.example"

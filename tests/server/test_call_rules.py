@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.structured import Structured
-from dovetail_server.parsers import ToolCallArguments, ToolCallStart, parser_for
-from dovetail_server.parsers.call_rules import call_rule
+from dovetail_server.parsers.pieces import ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.registry import call_rule, parser_for
 from tests.support import examples
 
 FORMATS = [("hermes", ""), ("llama3_json", ""), ("mistral", ""), ("mistral", "[ARGS]")]

@@ -16,7 +16,7 @@ from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import CompletionOutput, Logprob
 from dovetail_server.protocol.openai_common import logprobs_json
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"

@@ -14,7 +14,7 @@ import pytest
 
 from dovetail_server import wire
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import PATIENCE_S, serving
 from tests.support import FULL
 

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from dovetail.sampling_params import SamplingParams
-from dovetail_server import decisions, remote
+from dovetail_server import host, remote
 from dovetail_server.engine import DecidedStep
 from dovetail_server.frames import Ask
 from tests.server.engines import Collector, Link, Served, served
@@ -37,10 +37,10 @@ async def test_who_asks_hears_of_the_last_steps_in_numbers_alone(link: Link, tmp
     async with served(link, tmp_path) as engine:
         await engine.until(lambda: engine.engine.decisions() is not None)
         await run(engine, "mine")
-        await engine.until(lambda: len(steps_of(engine)) == decisions.NOTED_STEPS)
+        await engine.until(lambda: len(steps_of(engine)) == host.NOTED_STEPS)
         told = engine.engine.decisions()
     assert told is not None
-    assert [step.index for step in told.steps] == list(range(decisions.NOTED_STEPS))
+    assert [step.index for step in told.steps] == list(range(host.NOTED_STEPS))
     prefill, *decodes = [(step.granted, step.prefill_tokens, step.decode_tokens, step.refused, step.preempted) for step in told.steps]
     assert prefill == (1, told.steps[0].prefill_tokens, 0, 0, 0)
     assert prefill[1] > 0

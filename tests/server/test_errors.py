@@ -22,7 +22,7 @@ from dovetail_server.app import create_app
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 from tests.support import examples
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.errors import RequestError
-from dovetail.front.generation_defaults import GenerationDefaults
-from dovetail.front.intake import Intake, IntakeFacts
+from dovetail.front.intake import GenerationDefaults, Intake, IntakeFacts
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.limits import Limits
 from dovetail.request import RequestFields

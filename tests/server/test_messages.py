@@ -20,16 +20,16 @@ from pydantic import TypeAdapter
 from dovetail.errors import RequestError
 from dovetail.request import CompletionOutput
 from dovetail_server.errors import HttpError
-from dovetail_server.parsers.events import Event
+from dovetail_server.parsers.pieces import Event
 from dovetail_server.protocol import messages as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.message_events import MessageWriter
 from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import EventStream
-from dovetail_server.testing import FakeEngine
 from dovetail_server.wire import DirectProtocol
 from tests.server.answers import answers, read_events
+from tests.server.fake_engine import FakeEngine
 from tests.server.scripted import Script, ScriptedEngine
 from tests.server.serving import PATIENCE_S, serving, serving_in_thread
 from tests.support import examples

@@ -14,8 +14,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from dovetail.front.generation_defaults import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake import GenerationDefaults, IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import EngineInfo, Load, ServedEngine

@@ -14,7 +14,7 @@ from dovetail.errors import EngineDeadError
 from dovetail.front.tokenizer import Tokenizer
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 
 
 @pytest.fixture(scope="module")

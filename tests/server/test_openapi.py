@@ -17,7 +17,7 @@ from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS, Operat
 from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.routes.service import described_path
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer
 
 

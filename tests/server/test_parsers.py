@@ -15,18 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
-from dovetail_server.parsers import (
-    Content,
-    Event,
-    Reasoning,
-    ToolCallArguments,
-    ToolCallStart,
-    check_parsers,
-    detect,
-    parser_for,
-    starts_in_reasoning,
-)
 from dovetail_server.parsers.json_call import MAX_HELD
+from dovetail_server.parsers.pieces import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.registry import check_parsers, detect, parser_for, starts_in_reasoning
 from tests.support import FULL, examples
 
 some = examples(quick=40, full=1000)

@@ -14,12 +14,12 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Message
 
-from dovetail.front.prompts import Prompt
+from dovetail.front.request_checks import Prompt
 from dovetail_server.app import create_app
 from dovetail_server.errors import HttpError
 from dovetail_server.preparing import SIZES, FairThreads, Preparing
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import PATIENCE_S, demo_tokenizer, serving
 
 pytestmark = pytest.mark.anyio

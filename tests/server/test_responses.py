@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 from dovetail.errors import RequestError
 from dovetail.request import CompletionOutput
 from dovetail_server.errors import HttpError
-from dovetail_server.parsers import AnswerReader, parser_for
-from dovetail_server.parsers.events import Content, Event
+from dovetail_server.parsers.pieces import AnswerReader, Content, Event
+from dovetail_server.parsers.registry import parser_for
 from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.openai_common import TokenCounts

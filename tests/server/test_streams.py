@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-import dovetail_server.outbox
+import dovetail_server.streams
 from dovetail.errors import EngineDeadError
 from dovetail_server.app import create_app
-from dovetail_server.outbox import Outbox
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from dovetail_server.streams import Outbox
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -206,7 +206,7 @@ async def test_a_stream_that_cant_be_written_ends_alone() -> None:
 
 
 async def test_health_tells_that_streams_are_no_longer_written(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dovetail_server.outbox, "STALLED_S", 0.0)
+    monkeypatch.setattr(dovetail_server.streams, "STALLED_S", 0.0)
     app = create_app(fake())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         assert (await http.get("/health")).status_code == 200

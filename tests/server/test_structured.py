@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dovetail.structured import Structured
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import PATIENCE_S, serving, serving_in_threads
 from tests.support import FULL
 

@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine
 from dovetail_server.tracing import SPAN, Tracing
+from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving_in_threads
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from dovetail_server.admission import HeldBytes, receive_body
 from dovetail_server.app import http_exception, middleware_of
-from dovetail_server.bodies import HeldBytes, receive_body
 from dovetail_server.errors import HttpError
 from dovetail_server.front_end import new_event_loop
 from dovetail_server.settings import ServerSettings

@@ -1,7 +1,9 @@
-"""`LocalLauncher`: replicas as processes of this machine (`place: here`), which end with the controller's. Ray actors use `ServerProcess`, too."""
+"""`LocalLauncher`: replicas as processes of this machine (`place: here`), which end with the controller's. Ray actors use `ServerProcess` and its
+command line, `serve_command`, too."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,20 +14,51 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.process_watch import how_ended
 from dovetail_cluster.bound_process import start_bound
 from dovetail_cluster.interfaces import Replica, ReplicaStatus
-from dovetail_cluster.serve_command import keys_variable, serve_command
 from dovetail_cluster.settings import ClusterSettings
+from dovetail_server.command import NULL, option_name
+from dovetail_server.settings import API_KEYS_VARIABLE
 
+QUIET = {"log_requests": False}  # health checks would fill the log
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LAST_LINES = 5  # of a replica's log, reported when it ends
 ENDS_S = 10.0  # that a killed process may take to end
 _URL = re.compile(r"^dovetail serves .* at (https?://\S+)$")
 _GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def serve_command(settings: ClusterSettings, host: str) -> list[str]:
+    """Return the module and arguments of a replica at a free port of `host`."""
+    command = ["dovetail", "serve"]
+    if isinstance(settings.engine, str):
+        command.append(settings.engine)
+    else:
+        keys = dict(settings.engine)
+        command.append(str(keys.pop("model", "demo")))
+        for key, value in keys.items():
+            command += ["--set", f"{key}={json.dumps(value)}"]
+    for name, value in {**QUIET, **settings.serve}.items():
+        command += _option(name, value)
+    return [*command, "--host", host, "--port", "0"]
+
+
+def _option(name: str, value: Any) -> list[str]:
+    option = option_name(name)
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option[2:]}"]
+    if isinstance(value, list | tuple):
+        return [word for one in value for word in (option, str(one))]
+    return [option, NULL if value is None else str(value)]
+
+
+def keys_variable(keys: tuple[str, ...]) -> Mapping[str, str]:
+    """Return the environment with a server's API keys: every user of the machine may read command lines."""
+    return {**os.environ, API_KEYS_VARIABLE: ",".join(keys)}
 
 
 class ServerProcess:

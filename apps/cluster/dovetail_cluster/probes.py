@@ -1,17 +1,39 @@
-"""`Probes`: checks each replica in a thread of its own, so that a hung one delays no other."""
+"""`Probes`: checks each replica in a thread of its own, so that a hung one delays no other. `ask`: a short HTTP request to a process of the cluster,
+without proxies, with a timeout."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dovetail_cluster.http_json import ask
 from dovetail_cluster.interfaces import Vitals
 
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+MAX_BYTES = 16 * 2**20
 WAITING, RUNNING = "vllm:num_requests_waiting", "vllm:num_requests_running"
+
+
+def ask(url: str, *, key: str | None = None, method: str = "GET", body: Mapping[str, Any] | None = None, timeout_s: float = 2.0) -> tuple[int, str]:
+    """Return the status and text of a response; status 0: none."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers, method=method)
+    try:
+        with _OPENER.open(request, timeout=timeout_s) as answer:
+            return answer.status, answer.read(MAX_BYTES).decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, ""
+    except (OSError, ValueError):
+        return 0, ""
+    except Exception as error:  # of http.client: a truncated response
+        return 0, str(error)
 
 
 class Probes:

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dovetail.errors import ConfigError, MissingExtraError
-from dovetail_batch.errors import GO_ON, BatchEngineFailed
 from dovetail_batch.job import Plan
 from dovetail_batch.open_job import OpenJob, Summary, job_folder
+from dovetail_batch.shards import GO_ON, BatchEngineFailed
 from dovetail_cluster.ray_job_worker import COLUMN, BatchEngine, groups_of, rows_in_group
 from dovetail_cluster.settings import plain_config
 

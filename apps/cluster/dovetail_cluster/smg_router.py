@@ -16,8 +16,8 @@ from typing import Any
 
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail_cluster.bound_process import start_bound
-from dovetail_cluster.http_json import ask
 from dovetail_cluster.interfaces import Listed
+from dovetail_cluster.probes import ask
 from dovetail_cluster.settings import ClusterSettings
 
 ARGUMENTS = "DOVETAIL_ROUTER_ARGUMENTS"  # environment variable; a command line would expose the keys

@@ -1,4 +1,7 @@
-"""`Admission`: limits on requests and tokens that wait for a first token and on bytes of bodies, and the `Retry-After` of rejected requests."""
+"""`Admission`: limits on requests and tokens that wait for a first token, and the `Retry-After` of rejected requests.
+
+`receive_body` enforces the limits of one body, `HeldBytes` those of all together; the cluster's gate uses both, too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import asyncio
 import math
 import time
 from collections import deque
+from collections.abc import AsyncGenerator, Callable
 
-from dovetail_server.bodies import HeldBytes
+from starlette.types import Receive, Scope
+
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.settings import ServerSettings
+from dovetail_server.streams import ClientGone
 
+SLOWEST_BYTES_S = 65_536  # minimum average rate of a body after its timeout
+SMALL_BODY_BYTES = 65_536  # bodies up to this size are always accepted, so that large ones don't block ordinary requests
 _REMEMBERED = 128  # recent first tokens, from which the queue's rate is estimated
 _LONGEST_RETRY_S = 60
 
@@ -19,6 +27,48 @@ _LONGEST_RETRY_S = 60
 def busy(reason: str, retry_s: int = 1) -> HttpError:
     """Return the error for a rejected request, with the time to retry."""
     return HttpError(429, f"the server is busy: {reason}; try again in {retry_s} s", code="too_many_requests", headers={"Retry-After": str(retry_s)})
+
+
+class HeldBytes:
+    """Accounts for the bytes of bodies in memory, over all connections."""
+
+    def __init__(self, most: int) -> None:
+        self.held, self._most = 0, most
+
+    def take(self, size: int, before: int) -> None:
+        """Acquire `size` more bytes for a body that holds `before`. Raises `HttpError` 429 above the limit."""
+        if self.held + size > self._most and before + size > SMALL_BODY_BYTES:
+            raise busy(f"bodies of {self.held} bytes are being received, and max_received_bytes is {self._most}")
+        self.held += size
+
+    def release(self, size: int) -> None:
+        self.held -= size
+
+
+async def receive_body(
+    scope: Scope, receive: Receive, most: int, too_large: HttpError, timeout_s: float | None, hold: Callable[[int], None]
+) -> AsyncGenerator[bytes, None]:
+    """Yield a body in chunks. `hold`: called with its size so far. Raises `HttpError` 408 if it takes longer than `timeout_s` plus the time for its
+    size, `too_large` above `most` bytes, `ClientGone`, and what `hold` raises."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > most):
+            raise too_large
+    began = asyncio.get_running_loop().time()
+    size, more = 0, True
+    while more:
+        try:
+            async with asyncio.timeout_at(None if timeout_s is None else began + timeout_s + size / SLOWEST_BYTES_S):
+                message = await receive()
+        except TimeoutError:
+            raise HttpError(408, f"the body took too long: {size} bytes received (body_timeout_s is {timeout_s:g})", code="timeout") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        data, more = message.get("body", b""), message.get("more_body", False)
+        size += len(data)
+        if size > most:
+            raise too_large
+        hold(size)
+        yield data
 
 
 class Ticket:

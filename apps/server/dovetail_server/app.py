@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dovetail_server.admission import Admission
-from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.engine import ServedEngine
@@ -25,6 +24,7 @@ from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics, metrics_route
 from dovetail_server.middleware import ApiKeys, BrowserGuard, RequestLog
+from dovetail_server.parsers.registry import AnswerParsing
 from dovetail_server.preparing import Preparing
 from dovetail_server.routes import all_routes
 from dovetail_server.settings import ServerSettings

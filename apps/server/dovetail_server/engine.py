@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from dovetail.errors import DovetailError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.intake import IntakeFacts
-from dovetail.front.prompts import Prompt
+from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import SamplingParams

@@ -18,26 +18,22 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError, RequestError
-from dovetail.front.prompts import Prompt, content_of, is_text
-from dovetail.front.request_checks import check_counts, check_params
+from dovetail.front.request_checks import Prompt, check_counts, check_params, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
-from dovetail_server.admission import Admission, Ticket
-from dovetail_server.answer_parsing import AnswerParsing
+from dovetail_server.admission import Admission, Ticket, receive_body
 from dovetail_server.batches.store import BatchStore
-from dovetail_server.bodies import receive_body
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
 from dovetail_server.metrics import RequestMeter, ServerMetrics
-from dovetail_server.outbox import Outbox
+from dovetail_server.parsers.registry import AnswerParsing
 from dovetail_server.preparing import Preparing
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.protocol.openai_common import GenerationFields, TokenCounts
-from dovetail_server.request_record import RequestRecord
 from dovetail_server.settings import ServerSettings
-from dovetail_server.streams import ClientGone, EventStream, SlowReaderError, until_disconnected
-from dovetail_server.tracing import Tracing
+from dovetail_server.streams import ClientGone, EventStream, Outbox, SlowReaderError, until_disconnected
+from dovetail_server.tracing import RequestRecord, Tracing
 
 T = TypeVar("T")
 G = TypeVar("G", bound=GenerationFields)

@@ -1,16 +1,23 @@
 """`EngineHost`: the loop around an engine core that serves front ends, in its own process (`engine_process`) or in a thread (`--in-process`).
 
 It receives requests, steps the core, and sends each front end one frame per step. It produces no text and never waits for a front end.
+
+`DecisionWatch` counts the scheduler's latest decisions, for the page; the counts contain nothing of individual requests. Recording decisions makes a
+step several times as expensive for the core, so only a few steps are recorded after each request for them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from dovetail.api.clock import VirtualClock, WallClock
+from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
 from dovetail.engine.constraint import Constraint
+from dovetail.engine.core import EngineCore
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
@@ -20,8 +27,7 @@ from dovetail.front.assembly import Assembly
 from dovetail.front.intake import make_samples
 from dovetail.process_watch import ProcessWatch
 from dovetail.sampling_params import SamplingParams
-from dovetail_server.decisions import DecisionWatch
-from dovetail_server.engine import EngineInfo, Load
+from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
@@ -45,9 +51,68 @@ from dovetail_server.frames import (
 )
 from dovetail_server.links import ZmqPost
 
-logger = logging.getLogger("dovetail")
-
+NOTED_STEPS = 12  # recorded after a request, and returned
+REST_S = 0.5  # between two requests that start recording
 IDLE_CHECK_S = 1.0  # interval at which an idle engine checks its executor, of which a rank may have died
+
+
+class DecisionLog(Observer):
+    """Keeps the counts of the latest steps."""
+
+    capabilities = ObserverCapabilities(decisions=True)
+
+    def __init__(self) -> None:
+        self.steps: deque[DecidedStep] = deque(maxlen=NOTED_STEPS)
+        self.left = 0  # steps to record
+
+    def on_step(self, event: StepFinished) -> None:
+        if not event.decisions:  # planned before recording began
+            return
+        self.left -= 1
+        acts = Counter(decision.act for decision in event.decisions)
+        self.steps.append(
+            DecidedStep(
+                event.index,
+                granted=acts["granted"],
+                prefill_tokens=event.prefill_tokens,
+                decode_tokens=event.decode_tokens,
+                refused=acts["refused"],
+                preempted=acts["preempted"],
+                rejected=acts["rejected"],
+                running=event.running,
+                waiting=event.waiting,
+            )
+        )
+
+
+class DecisionWatch:
+    """Records the decisions of a core's next steps on request. Called in the engine's thread, between steps."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._log = DecisionLog()
+        self._noting = False
+        self._asked = -math.inf
+
+    def ask(self) -> Decisions:
+        """Return the known decisions, and start recording newer ones."""
+        now = time.monotonic()
+        if now - self._asked >= REST_S:
+            self._asked = now
+            self._log.left = NOTED_STEPS
+            if not self._noting:
+                self._noting = True
+                self._core.observers.add("of the page", self._log)
+        return Decisions(self._core.settings.scheduler_name, tuple(self._log.steps))
+
+    def rest(self) -> None:
+        """Stop recording once enough steps are recorded."""
+        if self._noting and self._log.left <= 0:
+            self._noting = False
+            self._core.observers.remove(self._log)
+
+
+logger = logging.getLogger("dovetail")
 
 
 class _FrontEnd:

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail_server import live_page
 from dovetail_server.errors import HttpError, speaks_anthropic
-from dovetail_server.request_record import RequestRecord
 from dovetail_server.settings import ServerSettings
+from dovetail_server.tracing import RequestRecord
 
 logger = logging.getLogger("dovetail.server")
 

@@ -23,7 +23,7 @@ from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake
 from dovetail.front.outputs import OutputBuilder, RequestGroup
-from dovetail.front.prompts import Prompt
+from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestFields, RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked

@@ -1,4 +1,5 @@
-"""`Tracing`: an OpenTelemetry span for each request submitted to the engine, if enabled.
+"""`RequestRecord`: the figures of one HTTP request, for its log line and its span. `Tracing`: an OpenTelemetry span for each request submitted to the
+engine, if enabled.
 
 Attribute names are vLLM's; docs/serving/metrics.md lists them. The library comes with the extra `tracing`.
 """
@@ -9,22 +10,52 @@ import importlib.util
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dovetail.errors import MissingExtraError
+from dovetail.request import RequestMetrics
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from starlette.types import Scope
 
-    from dovetail_server.request_record import RequestRecord
+    from dovetail_server.protocol.openai_common import TokenCounts
 
 SPAN = "llm_request"
 _FLUSHED_S = 2.0  # timeout for sending spans at shutdown
 _MODULES = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 _CONTEXT = ("traceparent", "tracestate")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Times are seconds of `time.monotonic`."""
+
+    began: float = field(default_factory=time.monotonic)
+    first_output: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    model: str | None = None
+    error: str | None = None
+    gone: bool = False  # the client disconnected before the end
+    params: SamplingParams | None = None  # None: nothing was submitted to the engine
+    answer_id: str = ""
+    prompts: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    times: RequestMetrics | None = None  # of the first prompt, on the engine's clock
+
+    def add(self, counts: TokenCounts, finish_reasons: Sequence[str], times: RequestMetrics | None) -> None:
+        """Add the figures of one prompt."""
+        self.prompt_tokens += counts.prompt
+        self.cached_tokens += counts.cached
+        self.completion_tokens += counts.completion
+        self.finish_reasons += finish_reasons
+        self.times = times if not self.prompts else self.times
+        self.prompts += 1
 
 
 def check_installed() -> None:

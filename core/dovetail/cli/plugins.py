@@ -11,7 +11,7 @@ import typer
 
 from dovetail.cli import plugins_doctor, plugins_new, plugins_test
 from dovetail.cli.settings import ComponentName, KindName
-from dovetail.cli.tables import print_table
+from dovetail.cli.streams import print_table
 from dovetail.errors import DovetailError
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from packaging.utils import canonicalize_name
 
 from dovetail.cli.settings import TimeLimit
 from dovetail.errors import DISTRIBUTION
-from dovetail.registry.doctor.own_time import TIME_LIMIT_S
+from dovetail.registry.doctor.process import TIME_LIMIT_S
 
 if TYPE_CHECKING:
-    from dovetail.registry.doctor.findings import Diagnosis, Finding
+    from dovetail.registry.doctor.metadata import Diagnosis, Finding
 
 
 def doctor(
@@ -26,8 +26,7 @@ def doctor(
     time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
     """Find problems of installed plugins, each in a process of its own, and say what to do about them. The exit code is 1 if there are errors."""
-    from dovetail.registry.doctor.examine import examine
-    from dovetail.registry.doctor.machine import look_at_machine
+    from dovetail.registry.doctor.examine import examine, look_at_machine
 
     core_commands = getattr(ctx.find_root().command, "commands", {})
     diagnosis = examine(distribution, time_limit_s=time_limit_s, core_commands=core_commands)

@@ -12,7 +12,7 @@ import typer
 from dovetail.checks import shown
 from dovetail.cli.settings import ComponentName, KindName, TimeLimit
 from dovetail.errors import ConfigError, MissingExtraError
-from dovetail.registry.doctor.own_time import TIME_LIMIT_S
+from dovetail.registry.doctor.process import TIME_LIMIT_S
 
 if TYPE_CHECKING:
     from dovetail.testing.checks import Waiver

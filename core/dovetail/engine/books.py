@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from dovetail.api.kv_cache import KVCacheManager
-from dovetail.engine.gates import Gate
+from dovetail.engine.finish import Gate
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import has_fresh, is_awaited
 from dovetail.engine.step_times import StepTimeFit

@@ -40,8 +40,7 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.masks import fill_masks
-from dovetail.engine.observers import ObserverHub
-from dovetail.engine.stats import EngineStats, StormWatch
+from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.engine.step_times import PlanTiming
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled

@@ -1,4 +1,6 @@
-"""`Finish`, the reason why a request ended, and `TokenWatcher`, which may end one at a token."""
+"""What begins and ends a request. A `Gate` holds an arrived one back from the policy, while a sibling computes its prompt or its grammar is compiled;
+once all gates are open the policy sees it, at its own arrival time. `Finish` is the reason why it ended, and a `TokenWatcher` may end it at a
+token."""
 
 from __future__ import annotations
 
@@ -20,4 +22,20 @@ class TokenWatcher(Protocol):
 
     def see(self, token: int) -> Finish | None:
         """Take the next token. Return the request's `Finish`, or None if it continues."""
+        ...
+
+
+class Gate(Protocol):
+    """One reason to hold requests back; requests may share it."""
+
+    def closed(self) -> bool:
+        """Return True if its requests must still be held back. Changes nothing."""
+        ...
+
+
+class Preparation(Gate, Protocol):
+    """A gate that is opened outside of the engine, such as by a compiling thread: the core polls it. `on_arrival` comes after it."""
+
+    def failed(self) -> str | None:
+        """Return why the preparation failed, once it is open; None if it didn't. Only its own requests end with that reason."""
         ...

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.engine.constraint import Constraint
-    from dovetail.engine.finish import TokenWatcher
-    from dovetail.engine.gates import Gate, Preparation
+    from dovetail.engine.finish import Gate, Preparation, TokenWatcher
 
 
 class Status(Enum):

@@ -1,4 +1,8 @@
-"""Puts the parts together that `engine.yaml` names: find each, check that they go together, start the executor, make the rest around it."""
+"""Puts the parts together that `engine.yaml` names: find each, check that they go together, start the executor, make the rest around it.
+
+Values that a request carries for a component (`extra`, `extra_args`) are validated here by the component's own pydantic model when the request
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.executor import Capacity, Executor, ExecutorContext
@@ -23,15 +27,15 @@ from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.observers import ObserverHub
-from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
-from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
+from dovetail.engine.stats import ObserverHub
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
 from dovetail.front.grammars import GrammarCompiler
-from dovetail.front.intake import IntakeFacts
+from dovetail.front.intake import GenerationDefaults, IntakeFacts, resolve_sampling
+from dovetail.frozen import frozen
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.registry.request_values import validated, validated_extra_args
+from dovetail.where import Where, explain
 
 if TYPE_CHECKING:
     from dovetail.engine.constraint import Constraint
@@ -39,7 +43,25 @@ if TYPE_CHECKING:
     from dovetail.registry.resolved import ResolvedComponent
     from dovetail.sampling_params import SamplingParams
 
+
 logger = logging.getLogger("dovetail")
+
+
+def validated(model: type[BaseModel], values: Any, name: str) -> BaseModel:
+    """Return `values` as the model has them. Raises `RequestError` with the key below `name` and the value, whatever the model's validators raise."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise RequestError(str(explain(error, model, values, Where((name,)), "key"))) from None
+    except Exception as error:
+        raise RequestError(f"{name}: {describe(error)}") from error
+
+
+def validated_extra_args(model: type[BaseModel], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of `given` with the model's values, read-only. Raises as `validated`."""
+    checked = validated(model, given, "extra_args")
+    values: Mapping[str, Any] = frozen(checked.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return values
 
 
 @dataclass

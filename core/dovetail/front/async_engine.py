@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
-from dovetail.front.prompts import Prompt, is_text
+from dovetail.front.request_checks import Prompt, is_text
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
 

@@ -21,7 +21,7 @@ from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine
-from dovetail.front.prompts import Prompt
+from dovetail.front.request_checks import Prompt
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked

@@ -22,7 +22,7 @@ from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
 from dovetail.front.intake import Intake, make_samples
 from dovetail.front.outputs import OutputBuilder, RequestGroup
-from dovetail.front.prompts import Prompt
+from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestFields, RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams

@@ -70,7 +70,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's own; what ends a request is the model's business, see `generation_defaults`."""
+        """The tokenizer's own; what ends a request is the model's business, see `GenerationDefaults`."""
         token_id: int | None = self._tokenizer.eos_token_id
         return token_id
 

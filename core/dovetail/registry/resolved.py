@@ -34,11 +34,23 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedComponent:
+class _Resolved:
+    """A plugin's declaration with its origin."""
+
+    spec: Any
+    origin: PluginOrigin
+
+    @property
+    def qualified_name(self) -> str:
+        """The full name, "distribution:name"; for a built-in "dovetail:name"."""
+        return self.origin.in_full(self.spec.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedComponent(_Resolved):
     """A plugin's component, with its options as `given` in a config and the place (`where`) of its name there."""
 
     spec: ComponentSpec
-    origin: PluginOrigin
     given: Mapping[str, Any] = field(default_factory=dict)
     where: Where = field(default_factory=Where, compare=False, repr=False)
 
@@ -53,11 +65,6 @@ class ResolvedComponent:
     @property
     def plugin_id(self) -> str:
         return self.origin.id
-
-    @property
-    def qualified_name(self) -> str:
-        """The full name, "distribution:name"; for a built-in "dovetail:name"."""
-        return self.origin.in_full(self.spec.name)
 
     def __str__(self) -> str:
         return f"{self.spec.kind} {self.qualified_name} {self.version}"
@@ -146,16 +153,10 @@ class ResolvedComponent:
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedCommand:
+class ResolvedCommand(_Resolved):
     """A plugin's subcommand."""
 
     spec: CommandSpec
-    origin: PluginOrigin
-
-    @property
-    def qualified_name(self) -> str:
-        """The full name, "distribution:name"; for a built-in "dovetail:name"."""
-        return self.origin.in_full(self.spec.name)
 
     def load(self) -> Any:
         """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
@@ -174,16 +175,10 @@ def options_of(cls: type[Any]) -> type[BaseModel]:
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedQuantization:
+class ResolvedQuantization(_Resolved):
     """A plugin's quantization method."""
 
     spec: QuantizationSpec
-    origin: PluginOrigin
-
-    @property
-    def qualified_name(self) -> str:
-        """The full name, "distribution:name"; for a built-in "dovetail:name"."""
-        return self.origin.in_full(self.spec.name)
 
     def ref(self) -> QuantizationRef:
         """Return the reference that worker processes get. Nothing is imported."""

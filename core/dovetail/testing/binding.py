@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from dovetail.api.component import Kind
 from dovetail.errors import DovetailError
-from dovetail.registry.doctor.own_time import TIME_LIMIT_S
+from dovetail.registry.doctor.process import TIME_LIMIT_S
 from dovetail.registry.resolved import options_of
 from dovetail.testing.checks import Waiver
 

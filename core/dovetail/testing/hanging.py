@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from dovetail.registry.doctor.own_time import OwnTime
+from dovetail.registry.doctor.process import OwnTime
 
 ASKED_S = 1.0  # polling interval; a component may catch the first interrupt
 

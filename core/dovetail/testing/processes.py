@@ -7,8 +7,7 @@ import subprocess
 import sys
 from tempfile import TemporaryFile
 
-from dovetail.registry.doctor.own_time import TIME_LIMIT_S
-from dovetail.registry.doctor.process import run_within
+from dovetail.registry.doctor.process import TIME_LIMIT_S, run_within
 from dovetail.testing.checks import require
 
 SHOWN = 2_000  # characters of its output

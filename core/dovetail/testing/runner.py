@@ -18,8 +18,7 @@ from typing import IO, Any
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.errors import ConfigError, DovetailError, PluginError
-from dovetail.registry.doctor.own_time import SAMPLED_S, TIME_LIMIT_S, OwnTime
-from dovetail.registry.doctor.process import ending, event, kill, last_words
+from dovetail.registry.doctor.process import SAMPLED_S, TIME_LIMIT_S, OwnTime, ending, event, kill, last_words
 from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
 from dovetail.testing.child import COMMAND, SuiteRun

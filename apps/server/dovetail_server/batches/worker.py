@@ -17,13 +17,13 @@ from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import orjson
 from starlette.applications import Starlette
+from starlette.types import Message
 
 from dovetail.errors import describe
-from dovetail_server.batches.calls import call
 from dovetail_server.batches.lines import BatchLine, answer_line, answered_in, error_line, request_at, scan
 from dovetail_server.batches.store import AnswersKind, BatchStore, derived_file_id, is_transient
 from dovetail_server.errors import HttpError, openai_shape
@@ -58,19 +58,13 @@ class _Ready(NamedTuple):
     is_stream: bool
 
 
-class InThread(Protocol):
-    """Runs blocking work in a thread."""
-
-    async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
-
-
 class BatchWorker:
     """One per front end. All methods are called in its event loop."""
 
     def __init__(self, app: Starlette, store: BatchStore, settings: ServerSettings) -> None:
-        self._app, self._store, self._settings = app, store, settings
+        self.app, self.store, self.settings = app, store, settings
         self._threads = ThreadPoolExecutor(_THREADS, "batches")
-        self._seats = asyncio.Semaphore(settings.batch_requests)  # fair: each batch waits for one seat at a time
+        self.seats = asyncio.Semaphore(settings.batch_requests)  # fair: each batch waits for one seat at a time
         self._works: dict[str, _Work] = {}
         self._looked_at = time.monotonic()
         self._status = "ok"
@@ -87,7 +81,7 @@ class BatchWorker:
         try:
             while True:
                 try:
-                    with self._store.owned() as owned:
+                    with self.store.owned() as owned:
                         if owned:
                             await self._work()
                     self._looked("standby")
@@ -97,7 +91,7 @@ class BatchWorker:
         finally:
             self._threads.shutdown(wait=False)
 
-    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run blocking work in a thread, and return its result. On cancellation it waits for the work to end, so that no write goes unnoticed."""
         future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         try:
@@ -115,7 +109,7 @@ class BatchWorker:
                 try:
                     if time.monotonic() - tidied_at >= TIDY_S:
                         tidied_at = time.monotonic()  # set first, so that failures don't delay batches
-                        await self._in_thread(self._store.tidy)
+                        await self.in_thread(self.store.tidy)
                     tasks |= await self._look()
                     self._looked("ok")
                     if not tasks:
@@ -132,7 +126,7 @@ class BatchWorker:
 
     async def _look(self) -> set[asyncio.Task[None]]:
         """Start new batches, and notify cancelled ones."""
-        opened = await self._in_thread(self._store.open_batches)
+        opened = await self.in_thread(self.store.open_batches)
         busy = sum(not work.waits for work in self._works.values())
         begun = set()
         for batch_id in opened.batches:
@@ -140,7 +134,7 @@ class BatchWorker:
             if (work := self._works.get(batch_id)) is not None:
                 work.is_cancelled = is_cancelled
             elif is_cancelled or (busy < AT_ONCE and len(self._works) < MOST_OPEN):
-                work = _Work(self._app, self._store, self._settings, self._seats, self._in_thread, batch_id, is_cancelled)
+                work = _Work(self, batch_id, is_cancelled)
                 self._works[batch_id] = work
                 begun.add(task := asyncio.create_task(work.run()))
                 task.add_done_callback(partial(self._forget, batch_id))
@@ -161,17 +155,9 @@ class BatchWorker:
 class _Work:
     """Processing of one batch."""
 
-    def __init__(
-        self,
-        app: Starlette,
-        store: BatchStore,
-        settings: ServerSettings,
-        seats: asyncio.Semaphore,
-        in_thread: InThread,
-        batch_id: str,
-        is_cancelled: bool,
-    ) -> None:
-        self._app, self._store, self._settings, self._seats, self._in_thread = app, store, settings, seats, in_thread
+    def __init__(self, worker: BatchWorker, batch_id: str, is_cancelled: bool) -> None:
+        self._app, self._store, self._settings = worker.app, worker.store, worker.settings
+        self._seats, self._in_thread = worker.seats, worker.in_thread
         self._id, self.is_cancelled = batch_id, is_cancelled
         self.trouble: str | None = None  # current error of the disk
         self._left: deque[int] = deque()  # offsets of pending requests
@@ -386,3 +372,43 @@ def _code_of(answer: bytes) -> str | None:
 
 def _request_id() -> str:
     return uuid.uuid4().hex
+
+
+async def call(app: Starlette, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+    """POST a body to a path, bypassing the middleware for keys and logs. Return the response's status and body. Cancellation leaves nothing
+    behind."""
+    status, parts, asked = 0, [], False
+    never = asyncio.Event()
+
+    async def receive() -> Message:
+        nonlocal asked
+        if asked:
+            await never.wait()  # for a disconnect
+        asked = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "client": None,
+        "server": None,
+        "app": app,
+        "dovetail.request_id": request_id,
+    }
+    await app.router(scope, receive, send)
+    return status, b"".join(parts)

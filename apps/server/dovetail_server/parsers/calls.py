@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import ClassVar
 
-from dovetail_server.parsers.events import Event
 from dovetail_server.parsers.json_call import JsonCall
-from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
+from dovetail_server.parsers.pieces import MAX_SPACE, Event, Marks, OutputParser, after_space, without_space
 
 
 class CallParser(OutputParser):

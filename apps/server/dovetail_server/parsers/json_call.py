@@ -1,20 +1,76 @@
-"""`JsonCall`: incremental parser of a tool call as a JSON object, `{"name": …, "arguments": …}`, for all formats that use one."""
+"""`JsonCall`: incremental parser of a tool call as a JSON object, `{"name": …, "arguments": …}`, for all formats that use one. `JsonValue`: scanner
+for the end of a JSON value in text that arrives in pieces, with which parsers extract arguments."""
 
 from __future__ import annotations
 
 import json
+import re
 from enum import Enum, auto
 
 from dovetail.checks import unicode_error
-from dovetail_server.parsers.events import Event, ToolCallArguments, ToolCallStart
-from dovetail_server.parsers.json_value import JsonValue
-from dovetail_server.parsers.pieces import after_space
+from dovetail_server.parsers.pieces import Event, ToolCallArguments, ToolCallStart, after_space
 
 MAX_HELD = 65_536  # characters held while it is uncertain whether they are a call (arguments before the name, say)
 MAX_NAME = 256  # characters of a key or a name, including quotes and escapes
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _BARE_KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
+_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
+_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
+_AFTER_SCALAR = re.compile(r"[ \t\r\n,}\]]")
+
+
+class JsonValue:
+    """Scan of one value. Each character is scanned once, and none is stored. It only tracks strings, escapes and brackets: invalid literals or
+    missing commas don't stop it."""
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
+
+    def __init__(self, first: str) -> None:
+        """`first`: the value's first character, neither whitespace nor one of `,:]}`, which `feed` sees again."""
+        self.done = False
+        self._depth = 0  # open brackets
+        self._in_string = False
+        self._escaped = False  # the last character was a backslash in a string
+        self._scalar = first not in '"{['
+
+    def feed(self, text: str, pos: int) -> int:
+        """Scan from `pos`, and return the position after the value's last character. Sets `done` at its end; numbers and literals end only where
+        another character follows."""
+        if self._scalar:
+            match = _AFTER_SCALAR.search(text, pos)
+            self.done = match is not None
+            return match.start() if match else len(text)
+        while pos < len(text) and not self.done:
+            pos = self._in_string_from(text, pos) if self._in_string else self._outside_string_from(text, pos)
+        return pos
+
+    def _in_string_from(self, text: str, pos: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return pos + 1
+        match = _QUOTE_OR_ESCAPE.search(text, pos)
+        if match is None:
+            return len(text)
+        if match[0] == "\\":
+            self._escaped = True
+        else:
+            self._in_string = False
+            self.done = self._depth == 0
+        return match.end()
+
+    def _outside_string_from(self, text: str, pos: int) -> int:
+        match = _BRACKET_OR_QUOTE.search(text, pos)
+        if match is None:
+            return len(text)
+        if match[0] == '"':
+            self._in_string = True
+        elif match[0] in "{[":
+            self._depth += 1
+        else:
+            self._depth -= 1
+            self.done = self._depth == 0
+        return match.end()
 
 
 class _Next(Enum):

@@ -11,9 +11,8 @@ import secrets
 import string
 
 from dovetail_server.parsers.calls import CallParser
-from dovetail_server.parsers.events import ToolCallArguments, ToolCallStart
-from dovetail_server.parsers.json_value import JsonValue
-from dovetail_server.parsers.pieces import Marks, after_space
+from dovetail_server.parsers.json_call import JsonValue
+from dovetail_server.parsers.pieces import Marks, ToolCallArguments, ToolCallStart, after_space
 
 MAX_HEAD = 512  # characters of name, id and marks
 _HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII)

@@ -1,17 +1,53 @@
-"""`OutputParser`, the base of all parsers, and the search for marks in text that arrives in pieces."""
+"""`OutputParser`, the base of all parsers; the events that parsers emit, which routes convert to their API's answers; the search for marks in text
+that arrives in pieces. `AnswerReader` parses one sample's answer and counts its reasoning tokens."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from dovetail_server.parsers.events import Content, Event
-from dovetail_server.parsers.json_value import SPACE
+from dovetail.request import CompletionOutput
 
+SPACE = " \t\r\n"  # whitespace in JSON
 MAX_SPACE = 64  # characters of whitespace before a mark that belong to it
 _PIECE = 4_096  # characters processed at once, so that the time is linear in the length of a text
 _SPACES = re.compile(f"[{SPACE}]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A piece of the answer's content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The beginning of a tool call. Calls of an answer are numbered from 0, and one ends before the next begins."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """A piece of the arguments of call `index`. Concatenated, the pieces are the JSON value as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 class Marks:
@@ -103,3 +139,38 @@ class OutputParser:
         """Hold `text` from `pos` back until more text follows. Returns the end of `text`, as a state does."""
         self._held = text[pos:]
         return len(text)
+
+
+class AnswerReader:
+    """Reads one sample's outputs, which are deltas."""
+
+    __slots__ = ("_parser", "_tokens", "reasoning_tokens")
+
+    def __init__(self, parser: OutputParser | None) -> None:
+        self._parser = parser
+        self._tokens = 0
+        self.reasoning_tokens: int | None = None if parser is None or parser.reasoning is None else 0
+        """Tokens up to the end of the reasoning, including marks; None without a reasoning parser."""
+
+    @property
+    def in_call(self) -> bool:
+        """See `OutputParser.in_call`."""
+        return self._parser is not None and self._parser.in_call
+
+    def read(self, sample: CompletionOutput) -> Sequence[Event]:
+        """Return the events that are certain after an output; all of them after the last one."""
+        parser = self._parser
+        if parser is None:
+            return (Content(sample.text),) if sample.text else ()
+        self._tokens += len(sample.token_ids)
+        was_inside = parser.reasoning
+        events = parser.feed(sample.text)
+        if was_inside or parser.reasoning:
+            self.reasoning_tokens = self._tokens
+        return events if sample.finish_reason is None else [*events, *parser.finish()]
+
+
+def reasoning_tokens_of(readers: Sequence[AnswerReader]) -> int | None:
+    """Return the sum of all readers' reasoning tokens; None without reasoning parsers."""
+    counts = [reader.reasoning_tokens for reader in readers if reader.reasoning_tokens is not None]
+    return sum(counts) if counts else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail_server.parsers.events import Event, Reasoning
-from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
+from dovetail_server.parsers.pieces import MAX_SPACE, Event, Marks, OutputParser, Reasoning, after_space, without_space
 
 THINK = "<think>"
 THINK_MARKS = (THINK, "</think>")

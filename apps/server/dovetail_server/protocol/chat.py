@@ -7,9 +7,8 @@ from typing import Any
 
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol.conversation import Conversation
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, OpenAIFields, sampling_params
+from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, Conversation, OpenAIFields, sampling_params
 from dovetail_server.protocol.structured import ParamNames, ResponseFormat, ToolFunction, read_demand, read_tool_choice
 
 

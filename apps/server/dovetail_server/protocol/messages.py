@@ -10,9 +10,8 @@ from msgspec import Struct
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol.conversation import Conversation
 from dovetail_server.protocol.decoding import Only, refuse_unsupported, unsupported
-from dovetail_server.protocol.openai_common import GenerationFields, sampling_params
+from dovetail_server.protocol.openai_common import Conversation, GenerationFields, sampling_params
 from dovetail_server.protocol.structured import CallChoice, MessageJsonSchemaFormat, ParamNames, ToolFunction, read_demand
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
-"""Parts that several APIs share: parameters and their conversion for the engine, token counts, log-probabilities."""
+"""Parts that several APIs share: parameters and their conversion for the engine, token counts, log-probabilities. `Conversation` is a chat request in
+the one form that the server answers: the bodies of all chat APIs convert themselves (`to_conversation`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
 
 from dovetail.errors import UnsupportedError
+from dovetail.front.chat import ChatOptions
 from dovetail.front.grammars import token_speller
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
@@ -16,13 +18,18 @@ from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, given
-from dovetail_server.protocol.structured import RuleFields
+from dovetail_server.protocol.structured import Demand, RuleFields
 
 RENAMED = {
     "id": "request_id",
     "deadline": "deadline_s",
     "ttft_deadline": "ttft_deadline_s",
 }  # engine name -> API name
+NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+OPENAI_ONLY = (
+    Only("store", (False,), "answers aren't stored: leave it out, or set it to false"),
+    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; schedulers use `priority`'),
+)
 
 
 class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
@@ -93,13 +100,6 @@ class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
         check_stream_options(self)
         if self.stream and self.prompt_logprobs is not None:
             raise HttpError(400, "prompt_logprobs: not available in a stream: set stream to false", param="prompt_logprobs")
-
-
-NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-OPENAI_ONLY = (
-    Only("store", (False,), "answers aren't stored: leave it out, or set it to false"),
-    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; schedulers use `priority`'),
-)
 
 
 def check_stream_options(body: Any) -> None:
@@ -195,3 +195,12 @@ def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -
         else {str(token): {"logprob": at_least(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token} for token, one in position.items()}
         for position in prompt_logprobs
     ]
+
+
+class Conversation(NamedTuple):
+    """A chat request, independent of its API."""
+
+    messages: Sequence[Mapping[str, Any]]  # in OpenAI's chat format
+    options: ChatOptions
+    params: SamplingParams
+    demand: Demand

@@ -13,9 +13,8 @@ from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import openai_common
-from dovetail_server.protocol.conversation import Conversation
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import GenerationFields, check_stream_options, sampling_params
+from dovetail_server.protocol.openai_common import Conversation, GenerationFields, check_stream_options, sampling_params
 from dovetail_server.protocol.structured import ParamNames, ResponsesFormat, TextFormat, ToolFunction, read_demand, read_tool_choice
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------

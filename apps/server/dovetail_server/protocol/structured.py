@@ -1,4 +1,4 @@
-"""Structured-output options of all HTTP APIs: formats, guided decoding, and demanded tool calls. `constraining` turns them into parameters."""
+"""Structured-output options of all HTTP APIs: formats, guided decoding, and demanded tool calls. `routes.answering` turns them into parameters."""
 
 from __future__ import annotations
 

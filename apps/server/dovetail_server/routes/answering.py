@@ -1,7 +1,9 @@
-"""`prepare_chat`: the way of a chat request to the engine, the same for all APIs. `Answer`: the listener of APIs whose answers consist of parts."""
+"""`prepare_chat`: the way of a chat request to the engine, the same for all APIs. `constrained`: a request's `Demand` as sampling parameters, once
+its prompt is known. `Answer`: the listener of APIs whose answers consist of parts."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +15,19 @@ from dovetail.front.chat import ChatOptions
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams, changed_unchecked
-from dovetail_server.constraining import constrained_chat
+from dovetail.structured import Structured
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, OutputListener
-from dovetail_server.parsers import AnswerReader, OutputParser
+from dovetail_server.parsers.pieces import AnswerReader, OutputParser
+from dovetail_server.parsers.registry import call_rule
+from dovetail_server.parsers.think import THINK, THINK_MARKS
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.protocol.chat import ChatRequest
+from dovetail_server.protocol.decoding import unsupported
 from dovetail_server.protocol.messages import MessagesRequest
 from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json
 from dovetail_server.protocol.responses import ResponsesRequest
+from dovetail_server.protocol.structured import CallDemand, Demand
 from dovetail_server.streams import EventStream
 
 B = TypeVar("B", ChatRequest, MessagesRequest, ResponsesRequest)
@@ -119,3 +125,57 @@ class Answer(OutputListener):
                 self._writer.finish(self.whole)
             if data := self._writer.take():
                 self._stream.write(data)
+
+
+def constrained(exchange: Exchange, params: SamplingParams, demand: Demand, rule: Structured | None = None) -> SamplingParams:
+    """Return the parameters with a rule, by default the demanded one. Raises `RequestError`."""
+    rule = rule or demand.rule
+    if rule is None:
+        return params
+    exchange.renamed = {**exchange.renamed, "structured": demand.param}
+    return exchange.check(dataclasses.replace(params, structured=rule))
+
+
+def constrained_chat(
+    exchange: Exchange, params: SamplingParams, demand: Demand, options: ChatOptions, prompt: TokenizedText
+) -> tuple[SamplingParams, TokenizedText]:
+    """Return the parameters with the rule of a chat answer, and its prompt. Reasoning stays unconstrained: the rule begins after it. If the prompt
+    leaves it open whether the model reasons first, the mark that begins reasoning is appended.
+
+    Raises `RequestError`, and `HttpError` if the model's format of tool calls can't be constrained.
+    """
+    rule = demand.rule if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options)
+    if rule is not None and rule.after is None and _reasons_first(exchange, options, prompt):
+        rule = dataclasses.replace(rule, after=THINK_MARKS[1])
+        if not prompt.text.rstrip().endswith(THINK):
+            begun = f"{THINK}\n"
+            ids = exchange.engine.tokenizer.encode(begun, special_tokens=False)
+            prompt = TokenizedText(prompt.text + begun, [*prompt.token_ids, *ids])
+    return constrained(exchange, params, demand, rule), prompt
+
+
+def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions) -> Structured:
+    parsing = exchange.server.parsing
+    parser = parsing.names(options.chat_template).tool_parser
+    if parser is None:
+        reason = "no tool parser fits the model's chat template, so the format of its calls is unknown (set one with --tool-parser)"
+        raise unsupported(param, reason)
+    template = parsing.template(options.chat_template)
+    try:
+        return Structured(structural_tag=call_rule(parser, template, calls.tools, required=calls.required, single=calls.single))
+    except ValueError as error:  # including `RequestError`
+        raise unsupported(param, str(error)) from None
+
+
+def _reasons_first(exchange: Exchange, options: ChatOptions, prompt: TokenizedText) -> bool:
+    """Return True if the answer begins with reasoning: the prompt has opened it; or the template could disable it, and wasn't asked to; or the
+    server's settings name a reasoning parser."""
+    parsing, text = exchange.server.parsing, prompt.text.rstrip()
+    if parsing.names(options.chat_template).reasoning_parser is None or options.continue_final_message:
+        return False
+    if text.endswith(THINK_MARKS):
+        return text.endswith(THINK)
+    variables = dict(options.chat_template_kwargs or {})
+    if False in (variables.get("enable_thinking"), variables.get("thinking")):
+        return False
+    return parsing.expects_reasoning or "enable_thinking" in parsing.template(options.chat_template)

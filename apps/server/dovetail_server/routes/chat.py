@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail_server.exchange import Endpoint, Exchange, new_id
-from dovetail_server.parsers import AnswerReader, Content, Event, Reasoning, ToolCallArguments, ToolCallStart, reasoning_tokens_of
+from dovetail_server.parsers.pieces import AnswerReader, Content, Event, Reasoning, ToolCallArguments, ToolCallStart, reasoning_tokens_of
 from dovetail_server.protocol.answer_parts import AnswerParts, PartKind
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.openai_common import logprobs_json, prompt_logprobs_json

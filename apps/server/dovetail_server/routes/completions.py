@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from starlette.routing import Route
 
 from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
-from dovetail_server.constraining import constrained
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.openai_common import at_least, engine_fields, likeliest, prompt_logprobs_json
 from dovetail_server.protocol.structured import read_demand
+from dovetail_server.routes.answering import constrained
 from dovetail_server.routes.choices import Choices, ChunkStream, token_ids_of_prompt, usage_of
 
 

@@ -1,15 +1,19 @@
-"""`examine`: check each installed plugin in its own process, with a timeout, and report name collisions."""
+"""`examine`: check each installed plugin in its own process, with a timeout, and report name collisions. `look_at_machine`: one sentence on the
+devices available to the ranks of the executor `tensor`."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from packaging.utils import canonicalize_name
@@ -17,18 +21,16 @@ from packaging.utils import canonicalize_name
 from dovetail.api.component import ENTRY_POINT_GROUP
 from dovetail.errors import PluginError
 from dovetail.registry.doctor import probe
-from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
-from dovetail.registry.doctor.metadata import metadata_findings
-from dovetail.registry.doctor.own_time import TIME_LIMIT_S
-from dovetail.registry.doctor.process import ending, event, last_words, run_within
-from dovetail.registry.finder import find_plugins
-from dovetail.registry.loader import load_plugin
+from dovetail.registry.doctor.metadata import Diagnosis, Finding, Problem, metadata_findings
+from dovetail.registry.doctor.process import TIME_LIMIT_S, ending, event, last_words, run_within
+from dovetail.registry.loader import find_plugins, load_plugin
 from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, PluginOrigin
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import did_you_mean
 
 SHOWN = 200  # characters of the end of its output
 AT_ONCE = min(4, os.cpu_count() or 1)  # processes
+ASKS = "dovetail.runtime.machine"
 
 
 def examine(only: str | None = None, *, time_limit_s: float = TIME_LIMIT_S, core_commands: Collection[str] = ()) -> Diagnosis:
@@ -168,3 +170,31 @@ def _nothing_there(only: str, found: Sequence[FoundPlugin], findings: Sequence[F
     origin = PluginOrigin(only, "?", metadata.version(only))
     remedy = f'add [project.entry-points."{ENTRY_POINT_GROUP}"] to its pyproject.toml, with a line like name = "package", and reinstall it'
     yield Finding(origin, "no-plugin", f"it has no entry point in the group {ENTRY_POINT_GROUP}", remedy)
+
+
+def look_at_machine(time_limit_s: float) -> str | None:
+    """Return the sentence; None if torch isn't installed. A separate process queries the devices, since that imports torch and starts the driver."""
+    if find_spec("torch") is None:
+        return None
+    with TemporaryFile() as told:
+        run_within([sys.executable, "-P", "-m", ASKS], time_limit_s, stdout=told, stderr=subprocess.DEVNULL)
+        told.seek(0)
+        offers = event(told.read().decode(errors="replace").strip().rpartition("\n")[2])
+    if not offers:
+        return f"torch can't say what devices there are: python -m {ASKS} shows why"
+    return in_words(offers["gpus"], offers["peers"], offers["backends"])
+
+
+def in_words(gpus: list[str], peers: bool, backends: list[str]) -> str:
+    """Return the sentence for CUDA devices with these names, with or without peer access, and these torch.distributed backends."""
+    if not gpus:
+        return f"no CUDA device; ranks of the executor tensor are processes on the CPU, {_sums('gloo', backends)}"
+    names = ", ".join(dict.fromkeys(gpus))
+    if len(gpus) == 1:
+        return f"1 CUDA device ({names}): one rank, so the executor tensor has nothing to split"
+    reach = "which can read each other's memory" if peers else "which can't read each other's memory"
+    return f"{len(gpus)} CUDA devices ({names}), {reach}; as many ranks of the executor tensor, {_sums('nccl', backends)}"
+
+
+def _sums(backend: str, backends: list[str]) -> str:
+    return f"which sum through {backend}" if backend in backends else f"which can't sum: this torch was built without {backend}"

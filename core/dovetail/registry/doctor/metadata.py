@@ -1,4 +1,5 @@
-"""Problems visible in installed metadata: leftovers, duplicates, and sources that moved or changed. Imports nothing."""
+"""Problems visible in installed metadata: leftovers, duplicates, and sources that moved or changed. Imports nothing. `Finding` and `Diagnosis` are
+the doctor's report, of this and other problems."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import csv
 import json
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
@@ -18,13 +20,76 @@ from packaging.utils import canonicalize_name
 
 from dovetail.api.component import ENTRY_POINT_GROUP
 from dovetail.errors import DISTRIBUTION
-from dovetail.registry.doctor.findings import Finding, Problem
-from dovetail.registry.finder import find_plugins
+from dovetail.registry.loader import find_plugins
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
 
+Severity = Literal["error", "warning"]
+Problem = tuple[str, str, str]  # a key of PROBLEMS, what is wrong, what to do
+
+PROBLEMS: dict[str, Severity] = {
+    # found in metadata
+    "metadata-unreadable": "error",
+    "metadata-twice": "error",
+    "files-gone": "error",
+    "source-moved": "error",
+    "entry-points-stale": "error",
+    "wrong-group": "error",
+    "no-plugin": "error",
+    "dependency-missing": "error",
+    "wrong-dovetail": "error",
+    # found while a plugin makes its declarations
+    "points-nowhere": "error",
+    "import-fails": "error",
+    "exits": "error",
+    "hangs": "error",
+    "crashes": "error",
+    "hook-unknown": "error",
+    "hook-missing": "error",
+    "declaration-wrong": "error",
+    "imports-torch": "error",
+    "prints": "warning",
+    "leaves-threads": "warning",
+    # found in its offers
+    "api-mismatch": "error",
+    "requirement-missing": "warning",
+    "target-fails": "error",
+    "name-collision": "warning",
+    "offered-twice": "error",
+}
 SHOWN = 3  # files named in a message
 HIDING = ("source-moved", "entry-points-stale", "wrong-group")  # problems that keep a component from being found
+_STRANGER: Problem = (
+    "wrong-dovetail",
+    f"a distribution called {NAMESPACE} is installed: an older Dovetail or another project, whose modules may have replaced Dovetail's",
+    f"pip uninstall {NAMESPACE} {DISTRIBUTION}, then install {DISTRIBUTION} again",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem of one plugin, or (entry point "?") of its whole distribution."""
+
+    origin: PluginOrigin
+    problem: str  # a key of PROBLEMS
+    what: str
+    remedy: str  # what to do
+
+    @property
+    def severity(self) -> Severity:
+        return PROBLEMS[self.problem]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The plugins examined, the findings, and the plugins skipped because `DOVETAIL_PLUGINS` denies them."""
+
+    examined: tuple[PluginOrigin, ...]
+    findings: tuple[Finding, ...]
+    denied: tuple[PluginOrigin, ...] = ()
+
+    def count(self, severity: Severity) -> int:
+        return sum(finding.severity == severity for finding in self.findings)
 
 
 def metadata_findings(only: str | None = None) -> list[Finding]:
@@ -116,12 +181,6 @@ def _is_wrong_dovetail(text: str) -> bool:
 
 
 _CHECKS = (_twice, _files_gone, _source_moved, _entry_points_stale, _wrong_group, _dependency_missing, _wrong_dovetail)
-
-_STRANGER: Problem = (
-    "wrong-dovetail",
-    f"a distribution called {NAMESPACE} is installed: an older Dovetail or another project, whose modules may have replaced Dovetail's",
-    f"pip uninstall {NAMESPACE} {DISTRIBUTION}, then install {DISTRIBUTION} again",
-)
 
 
 def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:

@@ -18,10 +18,9 @@ from typing import Any, Literal, NoReturn
 from dovetail.api.component import API_VERSIONS, KINDS
 from dovetail.errors import DovetailError
 from dovetail.registry import hookspecs
-from dovetail.registry.doctor.findings import Problem
+from dovetail.registry.doctor.metadata import Problem
 from dovetail.registry.doctor.process import limit_files
-from dovetail.registry.finder import find_plugins
-from dovetail.registry.loader import load_plugin
+from dovetail.registry.loader import find_plugins, load_plugin
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent

@@ -31,7 +31,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext, StepFinished
 from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.observers import ObserverHub
+from dovetail.engine.stats import ObserverHub
 from dovetail.errors import describe
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite

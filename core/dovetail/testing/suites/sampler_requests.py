@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from dovetail.api.sampler import RowSampling
 from dovetail.checks import shown
 from dovetail.errors import RequestError, describe
+from dovetail.front.assembly import validated_extra_args
 from dovetail.frozen import frozen
-from dovetail.registry.request_values import validated_extra_args
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.sampler_bench import Row
 from dovetail.testing.suites.sampler_rows import mixed_rows

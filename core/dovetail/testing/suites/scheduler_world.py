@@ -26,8 +26,8 @@ from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.observers import ObserverHub
 from dovetail.engine.siblings import make_siblings
+from dovetail.engine.stats import ObserverHub
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
 from dovetail.request import Request

@@ -10,9 +10,8 @@ from typing import Any
 
 from dovetail.errors import DovetailError, EngineDeadError
 from dovetail.front.chat import ChatFrontEnd
-from dovetail.front.generation_defaults import GenerationDefaults
-from dovetail.front.intake import IntakeFacts
-from dovetail.front.prompts import Prompt, content_of
+from dovetail.front.intake import GenerationDefaults, IntakeFacts
+from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestOutput
