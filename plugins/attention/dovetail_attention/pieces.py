@@ -29,8 +29,8 @@ from dovetail_attention.bags import Bags, bags_work, make_bags
 from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.scaled import as_bytes
 
-MAX_PIECE_BYTES = 2 << 20  # of gathered K, if more than one row
-MAX_FILL_BYTES = 128 << 10  # of K that is only filling
+MAX_PIECE_BYTES = 2 << 20  # of gathered K, for more than one row
+MAX_FILL_BYTES = 128 << 10  # of padding in K
 CHUNK = 256  # queries
 
 Where = slice | torch.Tensor  # consecutive indices, or an index [n] int64
@@ -38,7 +38,7 @@ Where = slice | torch.Tensor  # consecutive indices, or an index [n] int64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows that are attended in one call. Queries and keys are row by row, each row padded to the same number."""
+    """Rows attended in one call. Queries and keys are row by row, padded to the same number per row."""
 
     rows: int
     queries_per_row: int
@@ -47,7 +47,7 @@ class Piece:
     keys: Where  # [rows * keys_per_row] slots
     mask: torch.Tensor | None = None  # added to the scores, broadcast to [rows, heads, queries, keys]
     causal: bool = False  # a query sees the keys up to its own position in its row
-    real: torch.Tensor | None = None  # which of the queries are no filling; None: all
+    real: torch.Tensor | None = None  # which queries aren't padding; None: all
 
     def attend(
         self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class Piece:
 
 
 class BandMask:
-    """The mask of the keys that each of up to `CHUNK` consecutive queries of a row sees: all that stand before it, or the last `window` of them.
+    """Mask of the keys that each of up to `CHUNK` consecutive queries of a row attends to: all up to itself, or the last `window` of them.
 
     One matrix serves all: cut so that its last column is the last query's own key.
     """
@@ -115,7 +115,7 @@ class BandMask:
         """The mask [queries, keys] of `queries` queries that are the last of `keys` keys."""
         if self._matrix is None:
             query = torch.arange(CHUNK, device=self._device)[:, None]
-            back = query + self._reach - torch.arange(self._reach + CHUNK, device=self._device)  # how far before the query a key stands
+            back = query + self._reach - torch.arange(self._reach + CHUNK, device=self._device)  # distance from query back to key
             seen = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
             self._matrix = self.hide(~seen)
         part = self._matrix[:queries, self._reach + queries - keys : self._reach + queries]
@@ -124,7 +124,7 @@ class BandMask:
 
 @dataclass(slots=True)
 class Planner:
-    """Turns a batch into parts, for each shape of layer that occurs in the model."""
+    """Splits a batch into parts, for each shape of layer in the model."""
 
     block_size: int
     bytes_per_token: int  # of K, in the widest layer
@@ -134,7 +134,7 @@ class Planner:
 
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], block_size: int, max_len: int, dtype: torch.dtype, device: torch.device) -> Planner:
-        """Make a planner for these layers and sequences of at most `max_len` tokens."""
+        """Create a planner for these layers and sequences of at most `max_len` tokens."""
         return cls(
             block_size,
             max((spec.kv_heads * spec.head_size * dtype.itemsize for spec in layers), default=1),
@@ -148,12 +148,12 @@ class Planner:
 
 
 class _BatchCutter:
-    """Cuts one batch for layers of one shape."""
+    """Splits one batch for layers of one shape."""
 
     def __init__(self, planner: Planner, batch: AttentionBatch, shape: LayerShape, null_slot: int) -> None:
         self.planner, self.batch, self.shape, self.null_slot = planner, batch, shape, null_slot
         self.mask = planner.masks[shape.window]
-        self.use_bags = planner.use_bags and not shape.latent  # whose V isn't a table of its own
+        self.use_bags = planner.use_bags and not shape.latent  # latent layers have no separate V
         self.device = batch.slots.device
         self.queries = batch.host_query_lens.astype(np.int64)
         self.lens = batch.host_kv_lens.astype(np.int64)
@@ -247,7 +247,7 @@ class _BatchCutter:
         return torch.where(seen, slots, self.null_slot).flatten(), seen
 
     def _as_slice(self, slots: torch.Tensor) -> Where:
-        """A row with contiguous blocks is read in place. Not on a GPU, where checking would synchronise."""
+        """Return a slice for a row with contiguous blocks, to read in place. Not on a GPU, where checking would synchronize."""
         if self.device.type == "cpu":
             first, count = int(slots[0]), len(slots)
             if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):

@@ -80,7 +80,7 @@ class TorchLayer(AttentionLayer):
         self.spec = spec
         self._shape = LayerShape.of(spec)
         self._backend = backend
-        self._own: list[torch.Tensor] = []  # K and V; K alone if V is in it
+        self._own: list[torch.Tensor] = []  # K and V; only K if V is in it
         self._k = self._v = torch.empty(0)
 
     def allocate(self, num_slots: int) -> None:
@@ -121,8 +121,7 @@ class TorchLayer(AttentionLayer):
 
 
 def _rounds(src: list[int], dst: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Copies that run one after the other, gathered into rounds whose copies can run at once: no block of a round is written twice, or read
-    after it was written."""
+    """Group sequential copies into rounds that can run in parallel: no block of a round is written twice, or read after being written."""
     rounds: list[tuple[list[int], list[int]]] = []
     written: set[int] = set()
     for source, target in zip(src, dst, strict=True):

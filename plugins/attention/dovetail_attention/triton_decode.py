@@ -75,7 +75,7 @@ def decode_shares(
     real = (member < GROUP)[:, None] & (d < D)[None, :]
     first_segment, last_segment = tl.load(share_starts + share), tl.load(share_starts + share + 1)
     row, token, begin, end, place = _segment(segments, first_segment, last_segment)  # written before the step's first kernel
-    if PDL:  # so are the tables; and K and V of all tokens but the newest lie there
+    if PDL:  # so are the tables, and K and V of all tokens except the newest
         start = begin // N * N
         if start < end:
             blocks = block_ids(table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE)
@@ -193,7 +193,7 @@ def _segment(segments, index, last):
 
 @triton.jit
 def _joined(acc, top, total, values, lse):
-    """(acc, top, total) with what was seen elsewhere: [M, D_PADDED] of which the log-sum-exp, base 2, is [M] `lse`."""
+    """Merge another partial result, [M, D_PADDED] with base-2 log-sum-exp `lse` [M], into (acc, top, total)."""
     new_top = tl.maximum(top, lse)
     weight, shrink = tl.exp2(lse - new_top), tl.exp2(top - new_top)
     return acc * shrink[:, None] + values * weight[:, None], new_top, total * shrink + weight
@@ -219,8 +219,8 @@ def _put_together(
     v_scale,
     SCALED: tl.constexpr,
 ):
-    """This program has stored a part of a row, one of `count` with slots from `first` on. If it was the last of TOGETHER parts beside each other, it
-    puts these together in the slot of their first; then likewise with what has become of them, until the row is one."""
+    """Called after this program has stored a part of a row, one of `count` with slots from `first` on. If it was the last of TOGETHER adjacent
+    parts, merge these into the slot of their first; repeat with the merged parts, until the row is complete."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
     member, d = tl.arange(0, padded), tl.arange(0, D_PADDED)
     head = kv_head * GROUP + member
@@ -322,7 +322,7 @@ def attend_prefix(
     CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The queries of many rows go over one part of the blocks that all of them begin with: read once, for M queries at once. Arguments as above."""
+    """Attend with the queries of many rows over one part of their shared leading blocks: read once for M queries. Arguments as above."""
     let_next_begin(PDL)
     wait(PDL)
     kv_head = tl.program_id(0)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803, N806 (constants are upper case)
-"""The part of `triton_prefill_hopper` that loads: warps of their own bring K and V into a ring of stages, from which others compute.
+"""Loading part of `triton_prefill_hopper`: separate warps load K and V into a ring of stages, from which others compute.
 
-K and V of 16 bits go where they are read, by one warp, and a barrier says when they are there. In FP8 they go to a place of their own, one step of
-each, from which four warps copy them to the ring as float16, in pieces that few registers hold.
+One warp loads 16-bit K and V directly into the ring, and a barrier signals their arrival. FP8 is loaded to a separate buffer, one step at a time,
+from which four warps copy it to the ring as float16, in pieces that need few registers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load_small(
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):
-    """Load as `load` does, by way of `small`: while a step is widened, the next one's K and V are on their way."""
+    """Like `load`, through `small`: while a step is widened, the next one's K and V are being loaded."""
     k_cache, v_cache, small, small_there = loads
     k, v, k_there, v_there, k_free, v_free = ring
     head = kv_head * BLOCK_SIZE
@@ -90,7 +90,7 @@ def load_small(
 
 @gluon.jit
 def _widen(small, which: gl.constexpr, keys, stage, D: gl.constexpr, N: gl.constexpr):
-    """Copy N tokens to a stage of the ring, of float16. When this returns, all threads have done so, and matrix units may read it."""
+    """Copy N tokens to a float16 stage of the ring. On return, all threads are done, and matrix units may read it."""
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     for panel in gl.static_range(PANELS):
@@ -105,7 +105,7 @@ def _widen(small, which: gl.constexpr, keys, stage, D: gl.constexpr, N: gl.const
 def _load_keys(
     cache_of, keys, there, stage, table_row, first, last, head, stride: gl.constexpr, D: gl.constexpr, N: gl.constexpr, BLOCK_SIZE: gl.constexpr
 ):  # fmt: skip
-    """N tokens from `first` on; after the row's last block comes that block again."""
+    """Load N tokens from `first` on; past the row's last block, that block is repeated."""
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
     AT_ONCE: gl.constexpr = min(BLOCK_SIZE, N)
     mbarrier.expect(there, PANELS * N * PANEL * (keys.dtype.primitive_bitwidth // 8))

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803, N806 (constants are upper case)
-"""Prefill on a Hopper, of the same tiles as `triton_prefill`: one warp loads, two groups of four compute, each half of the tile's queries.
+"""Prefill on Hopper with the tiles of `triton_prefill`: one warp loads, two groups of four warps compute half of the tile's queries each.
 
 As in FlashAttention-3 (Shah et al., arXiv:2407.08608, section 3): the tensor memory accelerator brings K and V into a ring of stages, barriers say
 what is there and what is free again, and a group works out a step's softmax while the matrix units add the step before to its output:
@@ -337,7 +337,7 @@ def _softmax(scores, top, total, scale):
 
 @gluon.jit
 def _clear(v, stage, first, PANELS: gl.constexpr, N: gl.constexpr):
-    """Nobody has written V from row `first` on. Its weight is 0, but 0 times what lies there may be no number. Both groups write the same."""
+    """Zero V from row `first` on, which is unwritten: its weight is 0, but 0 times its content may be NaN. Both groups write the same."""
     atom_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ATOM, PANEL], v.dtype)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     atoms = v._reinterpret(v.dtype, [v.shape[0] * (N // ATOM), ATOM, PANEL], atom_layout)
@@ -385,7 +385,7 @@ def _merge(partial, partial_lse, first, apart: gl.constexpr, count, layout: gl.c
 
 
 def describe(cache_of: torch.Tensor, keys: int) -> TensorDescriptor:
-    """K or V of a layer, [num_blocks, kv_heads, block_size, head_size] contiguous, for steps of so many keys."""
+    """Describe K or V of a layer, [num_blocks, kv_heads, block_size, head_size] contiguous, for steps of `keys` keys."""
     *_, block_size, size = cache_of.shape
     return in_tiles(cache_of.view(-1, size), min(block_size, keys), PANEL.value)
 
@@ -437,8 +437,8 @@ def attend(
 
 
 def check(shape: LayerShape, limits: Limits, tiling: PrefillTiling) -> None:
-    """Raises unless it computes what it should here: what it is written in may change from one Triton to the next. Launches it as layers of that kind
-    will, so that it isn't compiled for this alone."""
+    """Raise unless it computes correct values here: Gluon may change between versions of Triton. Launched like layers of that kind, so that the
+    compiled kernel is reused."""
     block_size, device, size, heads, kv_heads = limits.block_size, limits.device, shape.head_size, shape.heads, shape.kv_heads
     kv_len = min(1250, limits.blocks * block_size - 1)
     queries, blocks = min(70, kv_len), kv_len // block_size + 1

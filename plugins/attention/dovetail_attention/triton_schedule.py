@@ -58,7 +58,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class OwnSteps:
-    """For each row, return the first token that it reads by itself, the step in which that lies, and its steps. [n] each."""
+    """For each row, return the first token that it reads by itself, the step of that token, and its number of steps. [n] each."""
 
     begins: Int64
     base: Int64
@@ -110,10 +110,10 @@ class DecodeTables:
         return self.rows_at + self.max_rows * 3
 
     def fill(self, rows: StepRows, window: int | None, step: int, prefix: Prefix, padding: int, first_padding: int) -> Int32:
-        """The used beginning of the buffer, for `rows` of one query each whose keys are visited `step` tokens at a time; then `padding` tokens,
-        from `first_padding` on, become zeros. The next call may change it.
+        """Return the used prefix of the buffer, for `rows` of one query each, with keys processed `step` tokens at a time; `padding` tokens, from
+        `first_padding` on, become zeros. The next call may change it.
 
-        While no row begins another step, which few rows seldom do, nothing but the ends of the rows changes from one call to the next."""
+        Unless a row starts another step, which is rare with few rows, only the ends of the rows change between calls."""
         seen = OwnSteps.of(rows, window, step, prefix)
         made_of = (rows.index.tobytes(), rows.tokens.tobytes(), seen.begins.tobytes(), seen.steps.tobytes(), step, prefix, padding, first_padding)
         if self._filled is None or self._filled.made_of != made_of:
@@ -163,7 +163,8 @@ class Cut:
 
 
 def cut_evenly(steps: Int64, shares: int, beginning: int) -> Cut:
-    """Rows of so many steps, laid end to end and cut into shares of equal cost, where a row's beginning costs `beginning` steps besides."""
+    """Return the segments of rows with these numbers of steps, concatenated and cut into shares of equal cost; starting a row costs `beginning`
+    additional steps."""
     ends = np.cumsum(steps)
     total = int(ends[-1]) if len(ends) else 0
     share_starts = np.zeros(shares + 1, np.int64)
@@ -202,7 +203,7 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
 
 
 def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
-    """Split each tile into parts of equal length, as many as the GPU has room for; one part each, if there are tiles enough."""
+    """Split each tile into parts of equal length, as many as fit on the GPU; one part each, if there are enough tiles."""
     steps = -(-seen // split.step)
     parts = np.maximum(steps // max(LEAST_STEPS, -(-int(steps.sum()) // split.most)), 1)
     if not (parts > 1).any():

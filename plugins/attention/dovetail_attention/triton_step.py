@@ -148,7 +148,7 @@ class Schedule:
             self._mirror.send(0, used)
 
     def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
-        """Write the tiles on the host. A mixed graph gets empty ones, up to the most that a step of so many tokens may have (two queries each)."""
+        """Write the tiles on the host. Mixed graphs get empty ones, up to the maximum for a step of this many tokens (two queries each)."""
         tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, self._split)
         count = self._most_tiles(min(self.limits.rows, tokens // 2), tokens) if self.mixed_graph else len(tiles)
         records[: tiles.size] = tiles.reshape(-1)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""The heart of the `triton` kernels: a tile of queries goes over a range of one row's keys, with a running softmax.
+"""Core of the `triton` kernels: a tile of queries attends to a range of one row's keys, with online softmax.
 
 K and V of a cache of FP8 are widened on their way to the matrix units, to float16, which holds each of their numbers; all sums are float32. Matrix
 units that multiply FP8 itself keep fewer bits of a sum, which long contexts feel, and queries and weights would have to be rounded to FP8 as well.
@@ -23,7 +23,7 @@ HIDDEN = tl.constexpr(-1.0e30)  # a finite score: what a query has summed while 
 
 @triton.jit
 def block_ids(table_row, start, last, low, N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the block ids of the tile [start, start + N): one number if it lies in one block, else one for each token. Never reads past `last`."""
+    """Return the block ids of the tile [start, start + N): one number if it is within one block, otherwise one per token. Never reads past `last`."""
     if BLOCK_SIZE % N == 0:
         ids = tl.load(table_row + start // BLOCK_SIZE, mask=start < last, other=0)
     else:
@@ -34,13 +34,13 @@ def block_ids(table_row, start, last, low, N: tl.constexpr, BLOCK_SIZE: tl.const
 
 @triton.jit
 def nothing_seen(M: tl.constexpr, D_PADDED: tl.constexpr):
-    """(acc, top, total) of queries before their first key."""
+    """Return the initial (acc, top, total) of queries."""
     return tl.zeros([M, D_PADDED], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
 
 
 @triton.jit
 def sinks_seen(sinks, head, counted, M: tl.constexpr, D_PADDED: tl.constexpr):
-    """(acc, top, total) of queries of `head` [M] that have seen their sinks alone, where `counted`, and nothing elsewhere."""
+    """Return (acc, top, total) of queries of `head` [M] after only their sinks, where `counted`, and initial values elsewhere."""
     acc, top, total = nothing_seen(M, D_PADDED)
     top = tl.where(counted, tl.load(sinks + head, mask=counted, other=0.0).to(tl.float32) * LOG2_E, top)
     return acc, tl.maximum(top, HIDDEN), tl.where(counted, 1.0, total)
@@ -48,7 +48,7 @@ def sinks_seen(sinks, head, counted, M: tl.constexpr, D_PADDED: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """tanh(x) in float32, to a few units in the last place."""
+    """Return tanh(x) in float32, accurate to a few units in the last place."""
     magnitude = tl.abs(x)
     shrunk = tl.exp2(magnitude * (-2.0 * LOG2_E))
     square = x * x
@@ -91,13 +91,13 @@ def attend_range(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
-    BOUNDED: tl.constexpr,  # the range has tokens that don't exist: never read them, they may be NaN
-    CAUSAL: tl.constexpr,  # the range has tokens that some query doesn't see
+    BOUNDED: tl.constexpr,  # the range has nonexistent tokens: never read them, they may be NaN
+    CAUSAL: tl.constexpr,  # the range has tokens that some query doesn't attend to
     WINDOW: tl.constexpr,  # 0: none
     CAPPED: tl.constexpr,  # scores have the soft cap `cap`
     PRECISION: tl.constexpr,
 ):
-    """(acc, top, total) after the keys of the range."""
+    """Return (acc, top, total) after the keys of the range."""
     paired: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     at_once: tl.constexpr = 2 if paired else 1  # numbers that are read as one
     if paired:
@@ -167,7 +167,7 @@ def attend_range(
 
 @triton.jit
 def _load(head, place, exists, d, D: tl.constexpr, D_PADDED: tl.constexpr, BOUNDED: tl.constexpr):
-    """Numbers `d` of the tokens at `place`; those that don't exist are 0."""
+    """Load elements `d` of the tokens at `place`; 0 for nonexistent tokens."""
     at = head + place[:, None] + d[None, :]
     if BOUNDED and D != D_PADDED:
         values = tl.load(at, mask=exists[:, None] & (d < D)[None, :], other=0.0)

@@ -72,7 +72,7 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
 
 
 def _block_table(lens: tuple[int, ...], shared_blocks: int, size: int) -> np.ndarray:
-    """[rows, blocks] int32: the second row begins with the first one's blocks, and blocks lie in no order."""
+    """Return [rows, blocks] int32: the second row begins with the first one's blocks, in arbitrary block order."""
     width = max(-(-seen // size) for seen in lens)
     table = np.random.default_rng(0).permutation(len(lens) * width).astype(np.int32).reshape(len(lens), width)
     table[1, :shared_blocks] = table[0, :shared_blocks]

@@ -32,7 +32,7 @@ class Shape:
     itemsize: int  # bytes, of a query's number
     block_size: int  # tokens
     windowed: bool = False
-    cache_itemsize: int | None = None  # bytes, of K and V in the cache, if not as many
+    cache_itemsize: int | None = None  # bytes of K and V in the cache, if different
     capped: bool = False  # scores have a softcap
     rest: int | None = None  # of a latent layer, numbers of K that aren't V, padded; None: K and V are apart
 
@@ -79,7 +79,7 @@ class DecodeTiling:
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
     """`queries` of a program (each query head of a group counts), which go over the keys in steps of `keys`. `loads_apart`: by
-    `triton_prefill_hopper`, which has `warps` for each half of the queries, always as many, and one that loads."""
+    `triton_prefill_hopper`, which has `warps` for each half of the queries, a fixed number, and one that loads."""
 
     queries: int
     keys: int
@@ -107,11 +107,11 @@ class Tilings:
 INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: PrefillTiling(32, 32, 1, 1), (64, 1024))
 
 
-# One H200 (device copy: 4.28 TB/s), blocks of 16. Beside each choice what it was measured at, and the next best ones.
+# One H200 (device copy: 4.28 TB/s), blocks of 16. Each choice is followed by its measurement, and the next best ones.
 #
 # Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is at most how many fit on a multiprocessor; programs of one warp have
 # nobody to wait for at each step. A multiprocessor has four parts, which warps are dealt out to: 4, 8 or 12 are even, and others are slower.
-# K and V in FP8 take the choice for as many bytes, which was not measured with them.
+# K and V in FP8 use the choice for the same number of bytes, not measured with FP8.
 _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, stages, programs)
     128: DecodeTiling(32, 1, 3, 8),  # 4.09 TB/s; (128, 4, 3, 3) 4.01, (32, 1, 4, 6) 3.71, (16, 1, 4, 8) 3.59
     # 4.08 to 4.15 TB/s; (16, 1, 3, 4) 4.18, (32, 4, 3, 3) 4.15, (16, 1, 3, 6) 4.10, (16, 1, 4, 6) 4.07, (16, 1, 3, 9) 3.43. Eight have just room, so
@@ -179,7 +179,7 @@ def _hopper_prefill(shape: Shape) -> PrefillTiling:
 
 
 def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
-    """Return a tiling for as many programs at once as fit a multiprocessor, with its warps shared out evenly."""
+    """Return a tiling with as many concurrent programs as fit on a multiprocessor, with evenly distributed warps."""
     tiling = _hopper_decode(shape)
     if not gpu.has_matrix_units:
         tiling = replace(tiling, stages=1)
@@ -195,7 +195,7 @@ def _prefill_without_matrix_units(shape: Shape) -> PrefillTiling:
 
 
 def tilings_for(gpu: GPU) -> Tilings:
-    """Return tilings that fit the GPU, without measuring; for a Hopper `CUDA`, in place of which the faster `HOPPER` is taken where it works."""
+    """Return tilings that fit the GPU, without measuring; for a Hopper `CUDA`, replaced by the faster `HOPPER` where it works."""
     if gpu.is_hopper:
         return CUDA
     prefill = partial(_cuda_prefill, shared_bytes=gpu.shared_bytes) if gpu.has_matrix_units else _prefill_without_matrix_units
