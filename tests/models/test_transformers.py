@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import ModelLoadError, UnsupportedError
@@ -15,7 +16,16 @@ from tests.models.model_types import EXACT, NATIVE, PAGE, rows_of, verdict
 from tests.models.tiny_configs import random_model, tiny
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
-MISLEADING = ("falcon_h1", "zaya", "inkling_text", "diffllama", "lfm3", "minimax")  # types whose module code hides state or masks
+MISLEADING = (
+    "falcon_h1",
+    "zaya",
+    "inkling_text",
+    "diffllama",
+    "lfm2",
+    "lfm3",
+    "llama4_text",
+    "minimax",
+)  # types whose module code hides state or masks
 SOME = ("gpt2", "mixtral", "gemma3_text", "deepseek_v3", "phi3", "opt", "cohere2", "lfm3", "bloom", "qwen3_next")
 
 
@@ -151,3 +161,53 @@ def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
         with torch.no_grad():
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             assert torch.equal(head_of(model)(inputs_embeds=hidden, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"attention_chunk_size": 8192}, "attention_chunk_size.*set max_model_len to 8192 or less"),
+        ({"attention_chunk_size": 64}, None),
+        ({"index_topk_blocks": 128, "index_block_size": 128}, "index_topk_blocks.*set max_model_len to 16384 or less"),
+    ],
+)
+def test_a_length_that_no_check_crosses_is_refused(tmp_path: Path, fields: dict[str, int], refused: str | None) -> None:
+    saved(tmp_path, "qwen2", max_position_embeddings=32768, **fields)
+    model = {"path": str(tmp_path), "component": "transformers"}
+    if refused is None:
+        load(tmp_path, model=model, max_model_len=100).close()
+        return
+    with pytest.raises(UnsupportedError, match=refused):
+        load(tmp_path, model=model, executor={"name": "local", "num_blocks": 4096})
+    load(tmp_path, model=model, max_model_len=100).close()
+
+
+def test_skipped_tensors_are_logged_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, "gpt2")
+    extra = {"mtp.a.weight": torch.zeros(3), "mtp.b.weight": torch.zeros(3), "visual.weight": torch.zeros(3)}
+    save_file({**load_file(tmp_path / "model.safetensors"), **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("INFO", "dovetail"):
+        load(tmp_path).close()
+    assert "3 tensors of other parts than the text model are skipped: mtp.*, visual.*" in caplog.text
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("phi3", "longrope"), ("smollm3", "dynamic")])
+def test_requests_below_the_switch_of_a_rope_are_exact_beside_each_other(tmp_path: Path, model_type: str, kind: str) -> None:
+    from tests.models.model_types import greedy
+
+    factors = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 1.0} if kind == "longrope" else {"factor": 2.0}
+    switch = {"original_max_position_embeddings": 64}
+    saved(tmp_path, model_type, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **switch, **factors}, **(switch if kind == "longrope" else {}))
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    prompts = [[5, 6, 7], list(range(3, 59))]  # the second ends at the switch
+    with load(tmp_path, max_model_len=64) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(
+                str(index), {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+            )
+        got: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            got |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+    assert [got["0"], got["1"]] == [greedy(reference, prompt) for prompt in prompts]

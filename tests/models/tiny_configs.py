@@ -43,12 +43,18 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "sliding_window": 16,
+    "attention_chunk_size": 16,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_layers": 2,
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 96,
+}
+OF_TYPES: dict[str, dict[str, Any]] = {  # instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints have
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 NEEDED = {"head_dim": 16, "num_key_value_heads": 2}  # for types whose configs leave them out though their code reads them
 
@@ -66,6 +72,7 @@ def tiny(model_type: str) -> Any:
         sizes["num_hidden_layers"] = len(sizes["layer_types"])
     if known.get("kv_lora_rank") is not None:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    sizes |= OF_TYPES.get(text.model_type, {})
     for extra in ({}, NEEDED):
         try:
             config = type(text)(**sizes, **{key: value for key, value in extra.items() if key not in sizes})

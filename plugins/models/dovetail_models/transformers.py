@@ -37,6 +37,7 @@ log = logging.getLogger("dovetail")
 
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
+_BEYOND = 17  # tokens that it has after the last length at which the numbers may change
 _LEFT_OUT = re.compile(r"(model\.)?(mtp|visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector)\.")  # tensors of other parts
 _IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # attributes of a model's class that name them
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
@@ -74,6 +75,7 @@ class Transformers(ModelArch):
         traced = self._trace(config)
         max_len = context.max_len or int(config.max_position_embeddings)
         _check_rope(config, max_len)
+        _check_hidden_lengths(config, max_len)
         with full_float32():
             layers = find_layers(traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps)
         if context.parallel.size > 1 and (reasons := reasons_against_split(traced.base, traced.calls, layers, config.base_model_tp_plan)):
@@ -370,6 +372,9 @@ def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[W
     problems += [f"holds {some_of(unknown)}, which the model doesn't know"] if unknown else []
     if problems:
         raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
+    left_out = [found[0] for found in map(_LEFT_OUT.match, sorted(info["unexpected_keys"])) if found] if whole else []
+    if left_out:
+        log.info("%d tensors of other parts than the text model are skipped: %s*", len(left_out), "*, ".join(dict.fromkeys(left_out)))
     return _ready(model)
 
 
@@ -438,9 +443,26 @@ def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall])
 def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
     """Return the length of a sequence that exceeds every length in the config, up to the check's limit."""
     named = [2 * call.window for call in calls if call.window is not None]
-    named += [int(value) for key, value in config.to_dict().items() if "chunk" in key and isinstance(value, int) and not isinstance(value, bool)]
+    named += _hidden_lengths(config).values()
     named += [rope[_ORIGINAL] for rope in _ropes(config) if isinstance(rope.get(_ORIGINAL), int)]
-    return min(_LONGEST, max(named, default=33) + 17)
+    return min(_LONGEST, max(named, default=33) + _BEYOND)
+
+
+def _hidden_lengths(config: Any) -> dict[str, int]:
+    """Return the lengths, by fields of the config, from which on a layer may leave out tokens without a word to the backend: of chunks, and of
+    sparse attention."""
+    sizes = {key: value for key, value in config.to_dict().items() if type(value) is int}
+    sparse = {key: value for key, value in sizes.items() if "index" in key or "sparse" in key}
+    block = max((value for key, value in sparse.items() if "block_size" in key), default=1)
+    chunks = {key: value for key, value in sizes.items() if "chunk" in key}
+    return chunks | {key: value * (block if "block" in key else 1) for key, value in sparse.items() if "topk" in key or "top_k" in key}
+
+
+def _check_hidden_lengths(config: Any, max_len: int) -> None:
+    """Raise `UnsupportedError` if sequences may be so long that no check crosses a length at which the numbers may change."""
+    for key, length in _hidden_lengths(config).items():
+        if length + _BEYOND > _LONGEST and max_len > length:
+            raise UnsupportedError(f"{key}: what changes beyond {length} tokens can't be checked; set max_model_len to {length} or less")
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ NAME = "dovetail"  # name of our functions in transformers' registries of attent
 NOT_THROUGH = "{}: its attention doesn't go through transformers' AttentionInterface"
 LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`
 
-_NO_EFFECT = frozenset(  # arguments of attention calls that don't change the numbers here: positions and masks are the backend's
+_HANDLED = frozenset(  # arguments of attention calls that layers have, or that don't change the numbers here: positions and masks are the backend's
     [
         "position_ids",
         "cache_position",
@@ -36,9 +36,7 @@ _NO_EFFECT = frozenset(  # arguments of attention calls that don't change the nu
         "layer_idx",
         "logits_to_keep",
         "output_router_logits",
-        "past_key_values",
         "is_causal",
-        "dropout",
         "sliding_window",
         "layer_type",
         "max_length_q",
@@ -85,15 +83,25 @@ def attention(
     """Transformers' attention function: query [1, heads, tokens, head_size], key and value [1, kv_heads, tokens, head_size] -> [1, tokens, heads,
     V's head_size]."""
     if (recorder := _recorder.get()) is not None:
-        recorder.calls.append(_call(recorder.names[module], module, query, key, value, attention_mask, scaling, kwargs))
+        given = {**kwargs, "dropout": dropout or None}
+        recorder.calls.append(_call(recorder.names[module], module, query, key, value, attention_mask, scaling, given))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
-    layer: AttentionLayer = getattr(module, LAYER)
+    if unhandled := _unhandled(kwargs):  # arguments may depend on the length
+        raise UnsupportedError(f"its attention has {', '.join(unhandled)}, which attention backends don't compute")
+    layer: AttentionLayer | None = getattr(module, LAYER, None)
+    if layer is None:
+        raise UnsupportedError(f"{type(module).__name__} is called, and wasn't when the model was traced")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_size], views
     if (missing := k.shape[2] - v.shape[2]) > 0:
         v = nn.functional.pad(v, (0, missing))
     layer.write(k, v)
     out = layer.attend(q)
     return out[None, ..., : value.shape[3]], None
+
+
+def _unhandled(kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the arguments that change the numbers, and that nobody here reads."""
+    return [key for key, given in kwargs.items() if key not in _HANDLED and given is not None and given is not False]
 
 
 def _call(
@@ -106,11 +114,7 @@ def _call(
     scaling: float | None,
     kwargs: Mapping[str, Any],
 ) -> AttentionCall:
-    problems = [
-        f"its attention has {key}, which attention backends don't compute"
-        for key, given in kwargs.items()
-        if key not in _NO_EFFECT and given is not None and given is not False
-    ]
+    problems = [f"its attention has {key}, which attention backends don't compute" for key in _unhandled(kwargs)]
     if mask is not None:
         problems.append("it creates its own attention mask")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:

@@ -1,0 +1,75 @@
+"""Attention calls of transformers' modules: every argument is either handled or refused by name."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dovetail.errors import UnsupportedError
+from dovetail_models.transformers_attention import attention, trace
+
+HANDLED = {
+    *("sliding_window", "s_aux", "softcap", "is_causal", "scaling"),  # layers have them
+    *("position_ids", "position_embeddings", "output_attentions", "max_length_q", "max_length_k"),  # change no number
+}
+
+
+POSITIONAL = {"query", "key", "value", "attention_mask"}
+
+
+def arguments_in_transformers() -> set[str]:
+    """The names of the arguments of all attention calls in transformers' models."""
+    spec = find_spec("transformers")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    found: set[str] = set()
+    for path in Path(spec.submodule_search_locations[0]).glob("models/*/modeling_*.py"):
+        for call in re.findall(r"attention_interface\(\n(.*?)\n\s*\)\n", path.read_text(encoding="utf-8"), re.S):
+            found |= set(re.findall(r"^\s+(\w+)=", call, re.M))
+    return found
+
+
+class Calls(nn.Module):
+    """A model that is an attention call with some arguments."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self, **_: Any) -> None:
+        q = torch.empty(1, 4, 3, 16, device="meta")
+        attention(self, q, q, q, self.given.get("attention_mask"), **{key: one for key, one in self.given.items() if key != "attention_mask"})
+
+
+def problems(**given: Any) -> str:
+    (call,) = trace(Calls(**given))
+    return "; ".join(call.problems)
+
+
+@pytest.mark.parametrize(
+    "name", sorted((arguments_in_transformers() | {"alibi", "head_mask"}) - HANDLED - {"query", "key", "value", "attention_mask"})
+)
+def test_an_argument_that_is_not_handled_is_refused_by_name(name: str) -> None:
+    assert name in problems(**{name: 0.5 if name == "dropout" else torch.ones(1)})
+    assert not problems(**{name: 0.0 if name == "dropout" else None})
+
+
+def test_masks_and_attention_to_later_tokens_are_refused() -> None:
+    assert "its own attention mask" in problems(attention_mask=torch.ones(1))
+    assert "isn't causal" in problems(is_causal=False)
+
+
+def test_sinks_that_are_no_parameter_are_refused() -> None:
+    assert "sinks" in problems(s_aux=torch.ones(4))
+
+
+def test_an_argument_that_only_comes_with_long_sequences_is_refused_when_it_comes() -> None:
+    q = torch.zeros(1, 4, 3, 16)
+    with pytest.raises(UnsupportedError, match="block_indices"):
+        attention(nn.Module(), q, q, q, None, block_indices=torch.zeros(1))
