@@ -1,5 +1,5 @@
-"""What every test gets: one torch thread where torch is used, so that tests run beside each other, and results don't depend on the machine; and
-no slow tests unless asked for."""
+"""Settings of every test: one torch thread where torch is used, so that tests can run in parallel and results don't depend on the machine; and slow
+tests only on request."""
 
 from __future__ import annotations
 

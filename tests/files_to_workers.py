@@ -1,4 +1,4 @@
-"""How `pytest -n` deals tests to workers: `FilesToWorkers`. Only pytest-xdist's controller imports this."""
+"""Distribution of tests to the workers of `pytest -n`: `FilesToWorkers`. Only pytest-xdist's controller imports this."""
 
 from __future__ import annotations
 

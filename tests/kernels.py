@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on a GPU if there is one, otherwise in Triton's interpreter, which `tests/test_interpreter.py` starts."""
+"""Device of the tests of Triton kernels: a GPU if there is one, otherwise Triton's interpreter, which `tests/test_interpreter.py` starts."""
 
 from __future__ import annotations
 

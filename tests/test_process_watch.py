@@ -15,7 +15,7 @@ from dovetail.process_watch import LONGEST_TURN_S, STOPPED_S, ProcessWatch, how_
 
 
 class Time:
-    """What `time.monotonic` reads."""
+    """Current reading of `time.monotonic`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()

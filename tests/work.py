@@ -1,4 +1,4 @@
-"""How much work something does, in calls of functions: unlike a clock, that is the same on every machine and under any load."""
+"""Amount of work in function calls: unlike time, the same on every machine and under any load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plugin authors and users build on, as text: every public signature of `dovetail.api`, and the values of a request.
+"""Text of what plugin authors and users rely on: every public signature of `dovetail.api`, and the values of a request.
 
 `python -m tests.api.snapshot > tests/api/signatures.txt` writes it anew.
 """
@@ -32,7 +32,7 @@ def lines() -> Iterator[str]:
 
 
 def _public(module: ModuleType) -> list[str]:
-    """What the module defines itself: classes, functions, constants, aliases; not what it imports."""
+    """Return what the module itself defines: classes, functions, constants, aliases; not its imports."""
     if module is dovetail.api:
         return []
     names = [name for name in vars(module) if not name.startswith("_") and name != "annotations"]

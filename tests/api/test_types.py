@@ -1,4 +1,4 @@
-"""What type checkers see of Dovetail in a user's program."""
+"""Dovetail's types, as type checkers see them in a user's program."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Bench:
             layer.write(self._tensor(k, padding), None if self.case.v_in_k is not None else self._tensor(v, padding))
 
     def attend(self, padding: int = 0) -> list[NDArray[np.float64]]:
-        """What each layer computes for the case's queries; padding left out."""
+        """Return each layer's output for the case's queries, without padding."""
         results = [layer.attend(self._tensor(q, padding)) for layer, q in zip(self.layers, self.q, strict=True)]
         return [result[: sum(self.case.queries)].double().cpu().numpy() for result in results]
 

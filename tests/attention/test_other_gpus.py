@@ -82,7 +82,7 @@ def test_every_kernel_has_room_on_every_architecture(arch: int) -> None:
 
 @pytest.mark.parametrize("arch", [75, 86, 90])  # without matrix units, with them, and a Hopper
 def test_every_kernel_is_launched_for_every_sort_of_architecture(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the slow tests compile; here nothing is."""
+    """The launches are those that the slow tests compile; nothing is compiled here."""
     compile_nothing(monkeypatch)
     launched = [kernel for case in (Case(arch, "float16"), Case(arch, "float16", 64), Case(arch, "float32", 64)) for kernel in compiled(case)]
     assert {kernel.full_name for kernel in launched} == expected_on(arch)

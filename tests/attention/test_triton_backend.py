@@ -66,7 +66,7 @@ class MixedGraphAttention(SharingAttention):
         super().plan(replace(batch, slots=torch.cat([batch.slots, padding]), mixed_graph=True))
 
     def launches(self) -> list[object]:
-        """What the host passes to the launches of `attend`, for each kind of layer."""
+        """Return the host arguments of the launches of `attend`, for each kind of layer."""
         kinds = self.planned.schedules.values()
         return [(kind.decodes, kind.num_tiles, kind.zero_from, kind.may_share, kind.mixed_graph) for kind in kinds]
 

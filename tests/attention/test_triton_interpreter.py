@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def interpreted(statements: str) -> str:
-    """What pytest prints about a file, in a new process: a kernel is interpreted or compiled for good when it, or triton, is first imported."""
+    """Return pytest's output for a file, in a new process: a kernel is interpreted or compiled for good when it, or triton, is first imported."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:schemathesis", str(HERE / statements)],
         env={**os.environ, "TRITON_INTERPRET": "1"},

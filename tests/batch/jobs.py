@@ -30,7 +30,7 @@ def write_job(directory: Path, **keys: Any) -> Path:
 
 
 def run_job(job: Path, *options: str, code: int = 0) -> str:
-    """What the command said; its exit code must be `code`."""
+    """Return the command's output; its exit code must be `code`."""
     result = CliRunner().invoke(app, ["batch", "run", str(job), *options])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())

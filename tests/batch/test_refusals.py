@@ -1,4 +1,4 @@
-"""What is wrong with a job is told before an engine starts, by its name; nothing is written then but the folder and its lock."""
+"""Errors in a job are reported by name before an engine starts; until then only the folder and its lock are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapters of `bench/` ask of the other engines, each by a stand-in that takes what the real one takes."""
+"""The calls of the adapters in `bench/` to other engines, tested with stand-ins that accept the same arguments."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_nano_vllm_gets_weights_the_lengths_and_room_for_all_requests(monkeypatc
 
 
 class Manager:
-    """As transformers' continuous batching: results in any order, unfinished ones among them."""
+    """Returns results like transformers' continuous batching: in any order, including unfinished ones."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], int]] = []

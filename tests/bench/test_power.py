@@ -1,4 +1,4 @@
-"""What is told of the GPU's power, by a stand-in for the program that knows it."""
+"""Reports of GPU power, with a stand-in for nvidia-smi."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LINES = ["1980, 650.10, Not Active", "1785, 702.30, Active", "[N/A], 700.00, Act
 
 
 def stand_in(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An `nvidia-smi` that does this."""
+    """Put an `nvidia-smi` that runs `script` on the path."""
     program = directory / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What the shell offers at the Tab key, as bash asks for it."""
+"""Shell completion, requested as bash does."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from dovetail.structured import Structured
 
 
 class Echo:
-    """As much of `LLMEngine` as the command uses: request by request, the last added first, a letter a step."""
+    """The part of `LLMEngine` that the command uses: runs one request at a time, the last added first, one letter per step."""
 
     made: Any = None
 

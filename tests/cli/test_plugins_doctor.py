@@ -58,7 +58,7 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
 
 @pytest.fixture(scope="module")
 def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
-    """Of a site where everything is wrong that can be, and one plugin is right."""
+    """Report for an installation with every possible error, and one correct plugin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("DOVETAIL_PLUGINS", raising=False)
         site = Site(tmp_path_factory.mktemp("site"))

@@ -47,7 +47,7 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
 
 @pytest.fixture(scope="module")
 def site_packages(projects: dict[Kind, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they are all installed: by pip in the full profile, else laid out as pip does."""
+    """Directory in which all are installed: by pip in the full profile, otherwise laid out like pip does it."""
     folder = tmp_path_factory.mktemp("site")
     if FULL:
         python(folder, "-m", *PIP_INSTALL, "--target", str(folder), *map(str, projects.values()))
@@ -62,7 +62,7 @@ def site_packages(projects: dict[Kind, Path], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def installed(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """That folder, on `sys.path`."""
+    """The same folder, added to `sys.path`."""
     monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
     monkeypatch.setattr(sys, "path", [str(site_packages), *sys.path])
     with modules_forgotten(site_packages):

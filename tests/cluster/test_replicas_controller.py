@@ -1,4 +1,4 @@
-"""What the controller does with replicas, told to fakes tick by tick."""
+"""The controller's handling of replicas, with fakes, tick by tick."""
 
 from __future__ import annotations
 

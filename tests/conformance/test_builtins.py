@@ -1,4 +1,4 @@
-"""What is built in keeps the contract of its kind: a suite for each component that the distribution `dovetail` declares.
+"""Built-in components fulfil the contract of their kind: one suite for each component that the distribution `dovetail` declares.
 
 The suites are classes that pytest collects, as a plugin's author would write them; so their verdicts stand in the summary.
 """
@@ -86,7 +86,7 @@ def _run_once(code: str, stdin: bytes, what: str, *args: str) -> None:
 
 @pytest.fixture(autouse=True)
 def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plugin declares is looked at once for all of its components; and in the quick profile one new process starts all components."""
+    """Check a plugin's declarations once for all of its components; in the quick profile, start all components in one new process."""
 
     def once(code: str, stdin: bytes, what: str, *args: str) -> None:
         if stdin and not FULL:
@@ -110,7 +110,7 @@ def one_process_plans_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a component writes, it writes there."""
+    """Make components write their files there."""
     monkeypatch.chdir(tmp_path)
 
 

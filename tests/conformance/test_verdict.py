@@ -89,7 +89,7 @@ def matches(pattern: str, line: str) -> bool:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest prints about all of them."""
+    """Return pytest's output for all of them."""
     code, printed = print_of_pytest(tmp_path_factory.mktemp("suites"), source(*CLASSES), "test_suites.py")
     assert code == 1
     return printed

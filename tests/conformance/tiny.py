@@ -11,7 +11,7 @@ from dovetail_schedulers.fcfs import FCFS
 
 
 class TinySuite(Suite):
-    """As if it were one of Dovetail's own."""
+    """A suite that looks like one of Dovetail's own."""
 
     __module__ = "dovetail.testing.suites.tiny"
     kind = "scheduler"

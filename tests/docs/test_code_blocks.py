@@ -1,4 +1,4 @@
-"""What the documentation shows is true: its Python runs, its commands print what it says, its configs are configs. See `pages.py`."""
+"""Code blocks in the documentation are correct: Python runs, commands print what the page says, configs are valid. See `pages.py`."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_class_has_its_fields_in_a_table_and_not_once_more_below(site: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("word", "title"), [("streaming", "Streaming"), ("max_tokens", "When an answer ends: max_tokens, stop and EOS")])
 def test_search_finds_a_word_where_it_is_explained(site: Path, word: str, title: str) -> None:
-    """What is in a title comes first."""
+    """Matches in a title come first."""
     entries = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
     titles = [re.sub("<.*?>", "", entry["title"]) for entry in entries]
     assert [found for found in titles if word in found.lower()] == [title]

@@ -59,7 +59,7 @@ def python_args(words: list[str], site: Path) -> list[str]:
 
 
 def run(project: Path, site: Path, args: list[str]) -> str:
-    """What this Python prints, in the project's folder, with what was installed on its path."""
+    """Return this Python code's output, run in the project's folder with the installed packages on its path."""
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "DOVETAIL_PLUGINS": ""}
     done = subprocess.run([sys.executable, *args], cwd=project, env=environ, capture_output=True, text=True, timeout=300)

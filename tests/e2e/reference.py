@@ -1,4 +1,4 @@
-"""What "equal to transformers" means, and how it is checked.
+"""Definition of "equal to transformers", and its check.
 
 In float32 a differing token is a failure, unless the float64 reference holds its two candidates to be within 1e-4 of each other. Such ties are
 counted, and end the comparison of that request. One forward pass of transformers over prompt and output checks every greedy step at once: if the

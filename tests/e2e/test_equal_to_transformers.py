@@ -42,7 +42,7 @@ def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(config: Any, 
 
 
 def test_ties_are_at_most_one_in_ten_thousand() -> None:
-    """Of the tokens compared above; a handful of ties in a short run is already too many."""
+    """Ties among the tokens compared above; a handful of ties in a short run is already too many."""
     print(f"\n{COUNTS.tokens} tokens compared, {COUNTS.ties} ties")
     assert COUNTS.ties <= max(1, COUNTS.tokens // 10_000)
 

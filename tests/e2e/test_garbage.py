@@ -1,4 +1,4 @@
-"""What an engine of a model is to the garbage collector of its process."""
+"""An engine's effects on the garbage collector of its process."""
 
 from __future__ import annotations
 

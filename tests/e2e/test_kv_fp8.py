@@ -68,7 +68,7 @@ def test_calibrated_scales_leave_the_rounding_alone_to_err() -> None:
 
 
 def _logprobs(**settings: Any) -> torch.Tensor:
-    """Of the tokens of some texts, each after those before it, [tokens] float64."""
+    """Log-probabilities of the tokens of some texts, each given the preceding tokens, [tokens] float64."""
     text = (Path(DEMO) / "README.md").read_bytes()
     length = 250 if FULL else 120
     prompts = [[byte % 400 + 10 for byte in text[i : i + length]] for i in range(0, 4 * length, length)]

@@ -1,4 +1,4 @@
-"""What the calls of `LLM` and `LLMEngine` promise, seen from outside, on the demo model."""
+"""Documented behaviour of `LLM` and `LLMEngine`, tested from outside on the demo model."""
 
 from __future__ import annotations
 

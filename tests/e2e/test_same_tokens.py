@@ -1,4 +1,4 @@
-"""What is changed around a request doesn't change its tokens: memory, blocks, chunks, overlap, policy, company."""
+"""A request's tokens don't depend on memory, block size, chunks, overlap, policy or other requests."""
 
 from __future__ import annotations
 

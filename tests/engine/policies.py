@@ -205,7 +205,7 @@ class Named:
 
 
 def _built_in() -> list[Named]:
-    """Those that `dovetail_schedulers` declares, with their default options."""
+    """Return the policies that `dovetail_schedulers` declares, with their default options."""
     declared: list[ComponentSpec] = getattr(dovetail_schedulers, "dovetail_components", list)()
     return [Named(spec.name, _load(spec.target), _load(spec.options) if spec.options else NoOptions) for spec in declared]
 

@@ -1,4 +1,4 @@
-"""What overlap means for a request, rule by rule; (a) to (h) as in the design."""
+"""Effects of overlap on a request, rule by rule; (a) to (h) as in the design."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_prompt_logprobs_are_given_once_whatever_is_prefilled_again(after: int) 
 
 
 def order_of(world: World) -> list[object]:
-    """What the policy heard and was shown, without the times."""
+    """Return the policy's calls and what it was shown, without times."""
     return [(*call[:2], *call[3:]) if call[0] == "schedule" else call for call in world.heard.calls]
 
 

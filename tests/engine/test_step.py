@@ -1,4 +1,4 @@
-"""What a step grants, refuses and takes back, and what it calls misuse. See `dovetail.api.scheduler.Step` for the rules."""
+"""What a step grants, refuses and takes back, and which calls it reports as misuse. See `dovetail.api.scheduler.Step` for the rules."""
 
 from __future__ import annotations
 

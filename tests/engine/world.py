@@ -106,7 +106,7 @@ class RecordingObserver(Observer):
 
 @dataclass
 class Heard:
-    """What a policy was told and shown, checked as it comes."""
+    """Records what a policy was told and shown, and checks it on arrival."""
 
     calls: list[tuple[object, ...]] = field(default_factory=list)  # in order, comparable between runs
     arrived: dict[str, tuple[float, int]] = field(default_factory=dict)

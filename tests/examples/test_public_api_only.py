@@ -1,4 +1,4 @@
-"""What a third party writes uses nothing but the public api: the packages in examples/plugins, and the templates of `dovetail plugins new`.
+"""Third-party packages use only the public API: the packages in examples/plugins, and the templates of `dovetail plugins new`.
 That they work without this repository, `tests/third_party.sh` shows."""
 
 from __future__ import annotations

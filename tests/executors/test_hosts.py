@@ -51,13 +51,13 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 def alone() -> list[list[int]]:
-    """What one rank generates."""
+    """Return the tokens that one rank generates."""
     with LLMEngine.from_config(SETTINGS) as one:
         return tokens(generate(one, PROMPTS, SEEDED))
 
 
 def failure(one: LLMEngine) -> str:
-    """What the engine dies of as it works."""
+    """Return the error that stops the engine while it works."""
     while one.core.dead is None:
         generate(one, PROMPTS)
     return str(one.core.dead)

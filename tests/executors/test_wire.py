@@ -1,4 +1,4 @@
-"""How other hosts are let in: who knows the token and has the same versions, and nobody else; and none can hold up the rest."""
+"""Admission of other hosts: only those with the token and the same versions are admitted, and none can delay the others."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def hurried() -> Iterator[TemplateRenderer]:
 
 
 def processes_of(renderer: TemplateRenderer) -> list[subprocess.Popen[bytes]]:
-    """Those of models' own templates that are idle."""
+    """Return the idle processes of models' own templates."""
     return [process._process for process in renderer._own._idle]
 
 

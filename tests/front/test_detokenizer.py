@@ -253,7 +253,7 @@ def _held_suffix(window: str, stops: Sequence[str]) -> str:
 
 
 def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, str] | None:
-    """Where the first stop string to end behind the `known` first characters starts, and which it is."""
+    """Return the start of the first stop string that ends after the first `known` characters, and the string."""
     found = []
     for stop in stops:
         start = window.find(stop, max(0, known - len(stop) + 1))

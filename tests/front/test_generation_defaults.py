@@ -1,4 +1,4 @@
-"""What a model's files say holds unless the request says otherwise, and nothing is left open."""
+"""A model's generation defaults apply unless the request overrides them, and every value is set."""
 
 from __future__ import annotations
 

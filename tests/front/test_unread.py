@@ -1,4 +1,4 @@
-"""What waits for a slow reader is one output, as large as the answer, and says what a reader in time would have been told."""
+"""A slow reader has one waiting output, no larger than the answer, with everything that a fast reader would have received."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def output(*samples: CompletionOutput, finished: bool = False) -> RequestOutput:
 
 
 def told(outputs: Sequence[RequestOutput]) -> list[tuple[object, ...]]:
-    """What a reader knows of each sample in the end, and of the request."""
+    """Return what a reader has received in the end about each sample and the request."""
     known = []
     for index in sorted({sample.index for one in outputs for sample in one.outputs}):
         deltas = [sample for one in outputs for sample in one.outputs if sample.index == index]

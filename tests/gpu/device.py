@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: when they run, and models whose shapes are few.
+"""Shared by the tests on a GPU: when they run, and models with few different shapes.
 
 A kernel is compiled for each new shape, in one to two seconds, and a model has some ten of them: random shapes, as on the CPU, would be a test of
 the compiler's patience. So shapes come from a short list, and everything else about a model is drawn.
@@ -23,7 +23,7 @@ on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), r
 
 @dataclass(frozen=True)
 class Shape:
-    """What kernels are compiled for."""
+    """Sizes that kernels are compiled for."""
 
     heads: int
     kv_heads: int

@@ -1,4 +1,4 @@
-"""How far attention is from exact: against a float64 oracle, at most twice as far as torch's own attention in the same dtype."""
+"""Error of attention against a float64 oracle: at most twice that of torch's own attention in the same dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user reads when the GPU runs out of memory at start-up, or fails amidst a step."""
+"""Messages for users when the GPU runs out of memory at start-up, or fails during a step."""
 
 from __future__ import annotations
 

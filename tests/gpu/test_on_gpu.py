@@ -1,4 +1,4 @@
-"""What is true on a CPU is true on a GPU: run with `pytest -m gpu tests/gpu` on a machine that has one; skipped elsewhere."""
+"""Behaviour on a CPU, tested on a GPU: run with `pytest -m gpu tests/gpu` on a machine that has one; skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(config: Any, lens: l
 
 
 def test_ties_are_at_most_one_in_ten_thousand() -> None:
-    """Of the tokens compared above; a handful of ties in a short run is already too many."""
+    """Ties among the tokens compared above; a handful of ties in a short run is already too many."""
     print(f"\n{COUNTS.tokens} tokens compared, {COUNTS.ties} ties")
     assert COUNTS.ties <= max(1, COUNTS.tokens // 10_000)
 

@@ -29,7 +29,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def generated(settings: dict[str, Any], directory: Any, dtype: str, extra: dict[str, Any]) -> list[Any]:
-    """Of each request the tokens and log-probabilities of each sample."""
+    """Return the tokens and log-probabilities of each sample of each request."""
     prompts = random_prompts([30, 5, 200, 17, 64, 9, 1], 997, 0)
     with LLMEngine.from_config(settings, model=str(directory), dtype=dtype, generation_config="none") as engine:
         for index, (prompt, way) in enumerate(zip(prompts, WAYS, strict=True)):
@@ -41,7 +41,7 @@ def generated(settings: dict[str, Any], directory: Any, dtype: str, extra: dict[
 
 
 def steps(engine: LLMEngine) -> Iterator[RequestOutput]:
-    """To the end, what each tells."""
+    """Run steps to the end and yield their outputs."""
     while engine.has_unfinished_requests():
         yield from engine.step()
 
@@ -62,7 +62,7 @@ def test_what_is_asked_of_sampling_is_the_same_with_and_without_graphs_and_preem
 
 
 def own_logprobs(tokens: tuple[int, ...], logprobs: Any) -> list[float]:
-    """Of the tokens themselves."""
+    """Return the log-probabilities of the tokens themselves."""
     return [entries[token].logprob for token, entries in zip(tokens, logprobs or [], strict=False)]
 
 

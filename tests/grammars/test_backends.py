@@ -1,4 +1,4 @@
-"""What the conformance suite doesn't see of the built-in grammar backends: their options, their limits, and the texts of their refusals."""
+"""Built-in grammar backends beyond the conformance suite: options, limits and error messages."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def request(tokens: Sequence[int], *, id: str | None = None, keys: tuple[str, ..
 
 
 def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
-    """As the engine does when ids arrive."""
+    """Append ids as the engine does when they arrive."""
     request.output_token_ids.extend(tokens)
 
 

@@ -1,4 +1,4 @@
-"""What the KV-cache manager `prefix` promises beyond the contract of its kind, which `KVCacheSuite` holds it to."""
+"""Guarantees of the KV-cache manager `prefix` beyond the contract of its kind, which `KVCacheSuite` checks."""
 
 from __future__ import annotations
 

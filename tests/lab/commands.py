@@ -22,7 +22,7 @@ def write_engine(path: Path, scheduler: str = "fcfs", blocks: int = 60) -> Path:
 
 
 def lab(*arguments: object, fails: bool = False) -> str:
-    """What `dovetail lab ...` said; `fails`: that it refused."""
+    """Return the output of `dovetail lab ...`; with `fails`, its error output."""
     result = CliRunner().invoke(app, ["lab", *map(str, arguments)])
     assert (result.exit_code != 0) == fails, result.output
     if result.exception is not None and not isinstance(result.exception, SystemExit):

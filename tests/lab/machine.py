@@ -29,7 +29,7 @@ GRAPHS = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *ra
 
 @dataclass(frozen=True)
 class Jitter:
-    """How often launching takes how many times as long."""
+    """Probabilities and factors of slow launches."""
 
     shares: tuple[float, ...] = (1.0,)
     times: tuple[float, ...] = (1.0,)

@@ -165,13 +165,13 @@ SHORT = "arrivals=poisson(60) requests=1000 prompt=uniform(50, 700) output=unifo
 
 
 def calibrated(**attributes: Any) -> StepTimeProfile:
-    """What comes of measuring such a machine."""
+    """Return the result of measuring such a machine."""
     with machine(**attributes):
         return calibrate(MACHINE, time_limit_s=600).profile
 
 
 def differences(profile: StepTimeProfile, workload: str, scheduler: str = "fcfs", seeds: int = 1, **attributes: Any) -> dict[str, float]:
-    """By metric and percentile, of the simulation with a profile from the machine itself: shares of what the machine takes."""
+    """Return the errors of a simulation with the machine's own profile by metric and percentile, relative to the machine's times."""
     trace, policy = load_workload(workload), {"scheduler": scheduler}
     simulated = {**MACHINE, "executor": {"name": "simulated", "num_blocks": 40_000, "step_time": profile.model_dump(mode="json")}, **policy}
     ours = [replay(simulated, trace, seed=seed) for seed in range(seeds)]

@@ -23,7 +23,7 @@ def made() -> list[float]:
 
 
 def feeder(made: list[float], simulated: bool) -> Feeder:
-    """Of a trace that begins at 0 and brings a request every `EVERY_S`."""
+    """Return a feeder of a trace that starts at 0 with one request every `EVERY_S`."""
     engine: Any = SimpleNamespace(
         capacity=SimpleNamespace(vocab_size=100, max_model_len=100),
         config=SimpleNamespace(limits=SimpleNamespace(max_waiting=None)),

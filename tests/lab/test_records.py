@@ -1,4 +1,4 @@
-"""What a run leaves behind: it comes back from its file as it was, and a file that is none is refused by name."""
+"""Records of runs: reading returns what was written, and other files are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a trace is told with file, line, column and what was expected."""
+"""Errors in a trace are reported with file, line, column and what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be done to a trace before it is replayed."""
+"""Transformations of a trace before its replay."""
 
 from __future__ import annotations
 

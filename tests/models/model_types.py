@@ -1,4 +1,4 @@
-"""What becomes of each causal language model that transformers knows: `docs/model-types.md` is generated from this.
+"""How each causal language model of transformers is served: `docs/model-types.md` is generated from this.
 
 python -m tests.models.model_types                 # tries all types and writes the page: some five minutes
 python -m tests.models.model_types mixtral gpt2    # tries some and prints what came of them

@@ -1,4 +1,4 @@
-"""Who serves a model directory, with which dtype and length; and every reason why it can't be served."""
+"""Choice of the implementation, dtype and length for a model directory; and every reason to reject it."""
 
 from __future__ import annotations
 

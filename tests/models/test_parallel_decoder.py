@@ -1,4 +1,4 @@
-"""What can't be split over ranks is refused. That a decoder that is split computes what the whole one does, its conformance suite shows."""
+"""Models that can't be split over ranks are rejected. The conformance suite checks that a split decoder computes the same as a whole one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's `quantization_config` and `quantization` in engine.yaml choose together, and what they are refused for."""
+"""Formats chosen by a checkpoint's `quantization_config` and `quantization` in engine.yaml, and errors in them."""
 
 from __future__ import annotations
 

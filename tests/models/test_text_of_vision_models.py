@@ -1,4 +1,4 @@
-"""Of a checkpoint with a vision model the text model is served, with the tokens that the whole model gives for text."""
+"""The text model of a vision checkpoint is served, with the same tokens as the whole model for text."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TOKENS = 12
 
 
 def kinds(model_type: str = "qwen3", **changes: Any) -> dict[str, str]:
-    """What is replaced: module -> kind."""
+    """Return the replaced modules: module -> kind."""
     config = tiny(model_type)
     for key, value in changes.items():
         setattr(config, key, value)

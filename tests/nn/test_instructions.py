@@ -1,4 +1,4 @@
-"""What the kernels for one row are compiled to, as `bench.instructions` counts it: without any GPU."""
+"""Compiled instructions of the kernels for one row, counted by `bench.instructions` without a GPU."""
 
 from __future__ import annotations
 

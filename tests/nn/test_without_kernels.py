@@ -64,7 +64,7 @@ class Echo(AttentionLayer):
 
 
 def decoder(make: Any) -> tuple[Any, list[Echo]]:
-    """Of sizes that every kernel for linear layers takes."""
+    """Return a decoder of sizes that every kernel for linear layers supports, and its attention layers."""
     sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     config = make(num_attention_heads=4, num_key_value_heads=2, head_dim=64, **sizes)
     layers: list[Echo] = []

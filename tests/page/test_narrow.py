@@ -1,4 +1,4 @@
-"""What is read on a telephone isn't cut off: reports of the lab, and the documentation."""
+"""Reports of the lab and the documentation aren't cut off on a phone."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class ToyServer:
             meter.ended("length" if reason == "length" else "abort")
 
     def decisions(self) -> Decisions:
-        """What a scheduler might have decided: another step each time, if anything runs."""
+        """Return decisions that a scheduler might have made: a new step each time, if anything runs."""
         load = self.engine.load
         if load.running:
             step = len(self.steps)

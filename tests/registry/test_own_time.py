@@ -1,4 +1,4 @@
-"""How long a process has had, where others work too: what it waited for a CPU isn't counted, and what it slept is."""
+"""Time that a process has had on a busy machine: waiting for a CPU isn't counted, sleeping is."""
 
 from __future__ import annotations
 

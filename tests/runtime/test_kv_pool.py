@@ -1,4 +1,4 @@
-"""How K and V are laid out in blocks, how many blocks the pool gets, and what is told if they are too few."""
+"""Layout of K and V in blocks, the number of blocks in the pool, and the error if there are too few."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class LateEvent:
 
 
 class LateTensor:
-    """What a ring does to its target."""
+    """Target of a ring, to which copies are enqueued."""
 
     def __init__(self, device: LateDevice, num_bytes: int) -> None:
         self.device, self.values = device, torch.zeros(num_bytes, dtype=torch.uint8)
@@ -63,7 +63,7 @@ class LateTensor:
         self.device.queue.append(lambda: self._copy(source))
 
     def _copy(self, source: torch.Tensor) -> None:
-        """What the source holds by now."""
+        """Copy the source's contents at the time of execution."""
         self.values[: len(source)] = source
 
 

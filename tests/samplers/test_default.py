@@ -47,7 +47,7 @@ def test_a_row_gets_the_token_that_it_gets_alone(rows: list[Row], random: Random
 @examples(quick=40, full=500)
 @given(st.lists(any_rows(), min_size=1, max_size=6))
 def test_the_ways_of_the_cpu_and_of_a_device_agree(rows: list[Row]) -> None:
-    """What is cut short on the CPU, where a result may be looked at, and what is done elsewhere."""
+    """Shortcuts on the CPU, where results may be inspected, and the work on other devices."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (default, filters, order, penalties):
             patch.setattr(module, "on_cpu", lambda tensor: False)

@@ -1,4 +1,4 @@
-"""What all built-in policies have in common, beside what their suite holds (tests/conformance)."""
+"""Common behaviour of all built-in policies, beyond their suite (tests/conformance)."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def acts(draw: st.DrawFn) -> list[tuple[str, Any]]:
-    """What clients do: requests come, now or later, and some are aborted; the engine steps."""
+    """Simulate clients: requests arrive, now or later, and some are aborted; the engine steps."""
     done: list[tuple[str, Any]] = []
     for index in range(draw(st.integers(2, 16))):
         client = draw(st.sampled_from([None, *(f"c{i}" for i in range(CLIENTS))]))

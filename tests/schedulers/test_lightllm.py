@@ -18,7 +18,7 @@ from tests.support import examples
 
 
 def admits(waiting: list[Request], pool_tokens: int, **options: Any) -> Plan:
-    """What is admitted on an idle engine with blocks of one token."""
+    """Return what is admitted on an idle engine with blocks of one token."""
     return plan(LightLLM, options=LightLLMOptions(**options), waiting=waiting, free_blocks=pool_tokens, block_size=1)
 
 

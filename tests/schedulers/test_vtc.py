@@ -23,7 +23,7 @@ def backlogged(weights: dict[str, float] | None = None) -> World:
 
 
 def served(world: World) -> Counter[str]:
-    """What the clients have got, by the default prices: a prompt when it was admitted, a generated token twice its count."""
+    """Return the clients' service at the default prices: prompt tokens count once, on admission, and generated tokens twice."""
     total: Counter[str] = Counter()
     for request in world.requests.values():
         assert request.client is not None

@@ -554,7 +554,7 @@ async def test_a_batch_that_has_ended_is_deleted_with_its_answers(fake: Callable
 
 
 async def test_files_and_batches_expire(fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an open batch needs stays."""
+    """Files that an open batch needs are kept."""
     async with client_of(fake(), tmp_path, batch_keep_days=2) as client:
         rows = ("rows.jsonl", jsonl(line("a")))
         brief = await client.files.create(file=rows, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})

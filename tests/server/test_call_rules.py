@@ -1,4 +1,4 @@
-"""What a rule of calls allows, the parser of that format reads as calls."""
+"""Output that a tool-call rule allows is parsed as calls by the parser of that format."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 async def ending(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the server closes the connection."""
+    """Return what is received until the server closes the connection."""
     got = bytearray()
     try:
         while data := await reader.read(65536):

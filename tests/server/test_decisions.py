@@ -1,4 +1,4 @@
-"""What the scheduler decided, as the page hears of it: counts, on request, and only for as long as somebody asks."""
+"""Scheduler decisions as sent to the page: counts, on request, and only while a page requests them."""
 
 from __future__ import annotations
 

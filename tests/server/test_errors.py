@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in the API's shape, with the parameter named; and who may ask at all."""
+"""Errors in a request have the API's shape and name the parameter; and authentication."""
 
 from __future__ import annotations
 

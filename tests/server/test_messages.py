@@ -221,7 +221,7 @@ def test_thoughts_text_and_calls_are_blocks_streamed_or_not(client: Anthropic, e
 
 
 def without_ids(message: Any) -> Any:
-    """What two answers to the same request have in common."""
+    """Return the part that is equal in two answers to the same request."""
     return [{**block.to_dict(), "id": None} for block in message.content], message.usage.to_dict()
 
 

@@ -1,4 +1,4 @@
-"""What an installation without the extra `server`, with a part of it, or without `grammar` can and cannot do, and who is told."""
+"""Installations without the extra `server`, with a part of it, or without `grammar`: what works, and the errors otherwise."""
 
 from __future__ import annotations
 

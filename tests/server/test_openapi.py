@@ -69,7 +69,7 @@ BODIES: dict[type[Any], dict[str, Any]] = {
 
 
 def submitted(engine: FakeEngine, path: str, body: dict[str, Any]) -> Any:
-    """What the engine is asked for, or the answer if that is nothing."""
+    """Return the engine's request, or the answer if it got none."""
     engine.submitted.clear()
     template = {} if path == "/v1/completions" else {"chat_template": "{{ messages[0].content }}"}
     told = TestClient(create_app(engine)).post(path, json={**body, **template})

@@ -92,7 +92,7 @@ class Server:
         return self.process.wait(PATIENCE_S)
 
     def left(self, pids: list[int]) -> list[str]:
-        """What stayed behind: processes, and files in its temporary directory."""
+        """Return what was left: processes, and files in its temporary directory."""
         alive = [str(pid) for pid in pids if _runs(pid)]
         return [*alive, *(entry.name for entry in self.directory.iterdir() if entry.name not in ("stderr", "toy", "engine.yaml"))]
 

@@ -230,7 +230,7 @@ def test_thoughts_text_and_calls_are_items_streamed_or_not(client: OpenAI, engin
 
 
 def without_ids(response: Response) -> Any:
-    """What two answers to the same request have in common."""
+    """Return the part that is equal in two answers to the same request."""
     return [{**item.to_dict(), "id": None, "call_id": None} for item in response.output], response.usage
 
 

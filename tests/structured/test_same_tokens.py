@@ -1,4 +1,4 @@
-"""What is changed around a request with a rule doesn't change its tokens: overlap, memory, company; and all else that a request may ask for holds."""
+"""The tokens of a request with a rule don't depend on overlap, memory or other requests; and its other parameters still apply."""
 
 from __future__ import annotations
 

@@ -94,11 +94,11 @@ class Toy(GrammarBackend):
 
 
 class Panic(BaseException):
-    """As a panic of Rust reaches Python: no `Exception`."""
+    """A panic of Rust as it reaches Python: not an `Exception`."""
 
 
 class ToyPart:
-    """As much of a `ResolvedComponent` as an assembly uses."""
+    """The part of a `ResolvedComponent` that an assembly uses."""
 
     qualified_name = "tests:toy"
 

@@ -1,4 +1,4 @@
-"""What a check and a waiver are, and that the suites' scenarios are as hard as they say."""
+"""Checks and waivers; and the suites' scenarios are as hard as stated."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_check_tied_to_a_capability_is_absent_without_it() -> None:
 
 
 def test_checks_run_under_optimization_too() -> None:
-    """They use no `assert`, which `python -O` leaves out."""
+    """Checks don't use `assert`, which `python -O` removes."""
     assert "\n        assert " not in inspect.getsource(scheduler)
 
 
