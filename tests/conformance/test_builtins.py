@@ -20,7 +20,7 @@ from dovetail.registry.resolved import ResolvedComponent
 from dovetail.testing import hygiene
 from dovetail.testing.processes import run_python
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites import repeatable, scheduler, scheduler_replay, suite_for
+from dovetail.testing.suites import repeatable, scheduler, scheduler_loads, scheduler_replay, suite_for
 from tests.support import FULL
 
 BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
@@ -67,6 +67,7 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not FULL:
         monkeypatch.setattr(scheduler, "for_all", for_some)
+        monkeypatch.setattr(scheduler_loads, "FLOOD_S", 200)  # requests: half as many, of which 100 that overtake are still too many
 
 
 ALL_AT_ONCE = """
