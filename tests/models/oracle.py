@@ -28,9 +28,10 @@ class DenseAttention(AttentionLayer):
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
-        self.keys, self.values = torch.zeros(2, 0, spec.kv_heads, spec.head_size)
+        self.keys, self.values = torch.zeros(0, spec.kv_heads, spec.head_size), torch.zeros(0, spec.kv_heads, spec.out_size)
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        v = k[..., : self.spec.out_size] if v is None else v
         self.keys, self.values = torch.cat((self.keys, k)), torch.cat((self.values, v))
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ class WeightRule:
     name one tensor of which each loads a part (all experts of a mixture)."""
 
     source: str
-    parameter: Any  # torch.nn.Parameter with .load
+    parameter: Any  # torch.nn.Parameter with .load; None: skip the tensor, or with a `source` "start*" all whose names begin so
     shard_id: str | None = None
     optional: bool = False  # may be missing from the checkpoint (such as a tied head)
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -47,7 +47,10 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     for rule in _for_each_tensor(plain):
         rules.setdefault(rule.source, []).append(rule)
     stored = _tensor_files(Path(directory))
-    names = _text_names(stored)
+    skipped = tuple(rule.source[:-1] for rule in plain if rule.parameter is None and rule.source.endswith("*"))
+    names = {new: old for new, old in _text_names(stored).items() if not new.startswith(skipped)}
+    if skipped and len(names) < len(stored):
+        log.info("tensors named %s are skipped", " and ".join(f"{start}*" for start in skipped))
     files = {name: stored[old] for name, old in names.items()}
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}

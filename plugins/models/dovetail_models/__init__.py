@@ -7,11 +7,11 @@ from dovetail.api.component import BundledModel, ComponentSpec, QuantizationSpec
 _NEEDS = ("torch>=2.11", "transformers>=5")
 
 
-def _model(name: str, target: str, architecture: str, summary: str) -> ComponentSpec:
+def _model(name: str, target: str, architecture: str, summary: str, module: str | None = None) -> ComponentSpec:
     return ComponentSpec(
         kind="model",
         name=name,
-        target=f"dovetail_models.{name}:{target}",
+        target=f"dovetail_models.{module or name}:{target}",
         api="0.2",
         summary=summary,
         requires=_NEEDS,
@@ -28,6 +28,9 @@ def dovetail_components() -> list[ComponentSpec]:
         _model("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3, dense"),
         _model("qwen3_moe", "Qwen3Moe", "Qwen3MoeForCausalLM", "Qwen3, mixture of experts"),
         _model("gpt_oss", "GptOss", "GptOssForCausalLM", "gpt-oss, mixture of experts"),
+        _model("deepseek_v2", "DeepseekV2", "DeepseekV2ForCausalLM", "DeepSeek-V2, latent attention and experts", module="deepseek"),
+        _model("deepseek_v3", "DeepseekV3", "DeepseekV3ForCausalLM", "DeepSeek-V3, latent attention and experts", module="deepseek"),
+        _model("glm4_moe_lite", "Glm4MoeLite", "Glm4MoeLiteForCausalLM", "GLM-4.7-Flash, latent attention and experts", module="deepseek"),
         _model("transformers", "Transformers", "*", "all other architectures of transformers, with transformers' own code"),
     ]
 

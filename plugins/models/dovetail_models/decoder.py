@@ -7,7 +7,7 @@ Differences between models are fields of `DecoderShape`; each model's file fills
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from dovetail.nn.parameter import Part, Weight, kv_share, share
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
+from dovetail_models.grouped import GroupedRouter, Grouping
+from dovetail_models.latent import LatentAttention, LatentShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class ExpertsShape:
     activation: Activation = "silu"
     stacked: Stacked | None = None  # the checkpoint has one tensor for all experts
     router: str = "gate"  # its name in a checkpoint
+    shared_inner: int = 0  # of a feed-forward that all tokens go through besides
+    grouping: Grouping | None = None  # None: the experts with the largest logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class DecoderShape:
     mlp_bias: bool = False
     sinks: bool = False  # see `LayerSpec.sinks`
     experts: ExpertsShape | None = None
+    latent: LatentShape | None = None  # attention over latents; kv_heads and head_size don't apply
+    unused_layers: int = 0  # that checkpoints have after the last, to predict further tokens
 
     @property
     def num_layers(self) -> int:
@@ -69,6 +75,8 @@ class DecoderShape:
 
     def layer_spec(self, index: int, group: ParallelGroup) -> LayerSpec:
         """Return layer `index` with this rank's heads. Raises `UnsupportedError` if the heads can't be split over the group."""
+        if self.latent is not None:
+            return self.latent.layer_spec(index, self.heads, group)
         heads, (_, kv_heads) = share(self.heads, group, "num_attention_heads"), kv_share(self.kv_heads, group)
         return LayerSpec(index, heads, kv_heads, self.head_size, self.head_size**-0.5, self.windows[index], sinks=self.sinks)
 
@@ -100,6 +108,19 @@ class Attention(nn.Module):
             out = out.index_select(0, wanted)
         self.o_proj.add_to(residual, out)
 
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        parts: dict[str, tuple[Layer, str | None]] = {
+            "q_proj": (self.qkv_proj, "q"),
+            "k_proj": (self.qkv_proj, "k"),
+            "v_proj": (self.qkv_proj, "v"),
+            "o_proj": (self.o_proj, None),
+        }
+        if self.qk_norm is not None:
+            parts |= {"q_norm": (self.qk_norm, "q"), "k_norm": (self.qk_norm, "k")}
+        yield from _rules(prefix, parts)
+        if self.sinks is not None:
+            yield WeightRule(f"{prefix}sinks", self.sinks)
+
 
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x))."""
@@ -123,28 +144,39 @@ class FeedForward(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """Mixture of experts: the weighted sum of a few feed-forwards, which a router chooses per token."""
+    """Mixture of experts: the weighted sum of a few feed-forwards, which a router chooses per token, and perhaps of one that all tokens share."""
 
-    def __init__(self, hidden: int, shape: ExpertsShape, context: BuildContext) -> None:
+    def __init__(self, decoder: DecoderShape, shape: ExpertsShape, context: BuildContext) -> None:
         super().__init__()
-        self.shape = shape
-        self.router = Router(hidden, shape.count, context, bias=shape.bias)
+        self.shape, hidden, grouping = shape, decoder.hidden_size, shape.grouping
+        if grouping is None:
+            self.router = Router(hidden, shape.count, context, bias=shape.bias)
+        else:
+            self.router = GroupedRouter(hidden, shape.count, grouping, context)
+        self.shared = FeedForward(replace(decoder, intermediate_size=shape.shared_inner), context) if shape.shared_inner else None
         self.experts = Experts(hidden, shape.inner, shape.count, context, shape.activation, shape.bias, shape.stacked, per_token=shape.per_token)
 
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
         x = residual.normed(norm)
-        ids, weights = choose(self.router(x), self.shape.per_token, normalize=self.shape.normalize)
+        if isinstance(self.router, GroupedRouter):
+            ids, weights = self.router.choose(x, self.shape.per_token, normalize=self.shape.normalize)
+        else:
+            ids, weights = choose(self.router(x), self.shape.per_token, normalize=self.shape.normalize)
+        if self.shared is not None:
+            self.shared.down_proj.add_to(residual, self.shared.gate_up_proj(x))
         self.experts.add_to(residual, x, ids, weights)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         yield from _rules(prefix, {self.shape.router: (self.router, None)})
+        if self.shared is not None:
+            yield from self.shared.weights(f"{prefix}shared_experts.")
         yield from self.experts.weights(f"{prefix}experts.")
 
 
 def _rules(prefix: str, parts: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:
     """Yield the rules for layers, by their names in a checkpoint."""
     for name, (layer, shard_id) in parts.items():
-        for kind, weight in layer.named_parameters():  # "weight", and "bias" if it has one
+        for kind, weight in layer.named_parameters():  # "weight", and "bias" if it has one, or what else
             yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)
 
 
@@ -155,10 +187,13 @@ class Block(nn.Module):
     def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
         self.input_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
-        self.attention = Attention(index, shape, context)
+        if shape.latent is None:
+            self.attention: Attention | LatentAttention = Attention(index, shape, context)
+        else:
+            self.attention = LatentAttention(index, shape.hidden_size, shape.heads, shape.latent, context, bias=shape.output_bias)
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         experts = shape.experts if shape.experts is not None and index in shape.experts.layers else None
-        self.mlp = FeedForward(shape, context) if experts is None else SparseFeedForward(shape.hidden_size, experts, context)
+        self.mlp = FeedForward(shape, context) if experts is None else SparseFeedForward(shape, experts, context)
 
     def add_to(self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None) -> None:
         self.attention.add_to(residual, self.input_norm, rotation, wanted)
@@ -166,20 +201,8 @@ class Block(nn.Module):
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Yield the rules for tensors whose names begin with `prefix`."""
-        attention = self.attention
-        parts: dict[str, tuple[Layer, str | None]] = {
-            "input_layernorm": (self.input_norm, None),
-            "self_attn.q_proj": (attention.qkv_proj, "q"),
-            "self_attn.k_proj": (attention.qkv_proj, "k"),
-            "self_attn.v_proj": (attention.qkv_proj, "v"),
-            "self_attn.o_proj": (attention.o_proj, None),
-            "post_attention_layernorm": (self.mlp_norm, None),
-        }
-        if attention.qk_norm is not None:
-            parts |= {"self_attn.q_norm": (attention.qk_norm, "q"), "self_attn.k_norm": (attention.qk_norm, "k")}
-        yield from _rules(prefix, parts)
-        if attention.sinks is not None:
-            yield WeightRule(f"{prefix}self_attn.sinks", attention.sinks)
+        yield from _rules(prefix, {"input_layernorm": (self.input_norm, None), "post_attention_layernorm": (self.mlp_norm, None)})
+        yield from self.attention.weights(f"{prefix}self_attn.")
         yield from self.mlp.weights(f"{prefix}mlp.")
 
 
@@ -192,6 +215,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(shape.rope, context.max_len or shape.max_len, device=context.device)
         self.blocks = LayerList(Block(index, shape, context) for index in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
+        self.unused = range(shape.num_layers, shape.num_layers + shape.unused_layers)
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -212,3 +236,5 @@ class Decoder(nn.Module):
         yield WeightRule("model.norm.weight", self.norm.weight)
         for index, block in enumerate(self.blocks):
             yield from block.weights(f"model.layers.{index}.")
+        for index in self.unused:
+            yield WeightRule(f"model.layers.{index}.*", None, optional=True)

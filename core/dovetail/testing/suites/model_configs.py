@@ -26,6 +26,20 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+OF_LATENTS: dict[str, Any] = {  # besides, for architectures with latent attention
+    "num_key_value_heads": 4,  # as many as query heads
+    "head_dim": 4,  # of the rotary embedding
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
     {
@@ -99,7 +113,11 @@ def tiny(architecture: str, **fields: Any) -> Any:
     """Return a config with TINY's values for its fields, and `fields`."""
     cls = config_class(architecture)
     known = vars(cls())
-    config = cls(**{name: value for name, value in TINY.items() if name in known and name not in fields}, **fields)
+    values = TINY
+    if "kv_lora_rank" in known:
+        values = TINY | OF_LATENTS
+        fields = {name: value for name, value in fields.items() if name not in ("num_key_value_heads", "head_dim")}
+    config = cls(**{name: value for name, value in values.items() if name in known and name not in fields}, **fields)
     config.architectures = [architecture]
     return config
 

@@ -1,0 +1,167 @@
+"""DeepSeek-V2 and V3, and models of the same shape (GLM-4.7-Flash): latent attention, and experts chosen in groups beside shared ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dovetail.nn.rotary import rope_from_config
+from dovetail_models.arch import DecoderArch, base_shape, experts_reasons
+from dovetail_models.decoder import DecoderShape, ExpertsShape
+from dovetail_models.grouped import Grouping
+from dovetail_models.latent import LatentShape
+
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class DeepseekV3(DecoderArch):
+    """Serves `DeepseekV3ForCausalLM`."""
+
+    model_type = "deepseek_v3"
+    handled = frozenset(
+        {
+            *(*_SIZES, "q_lora_rank", "qk_head_dim", "attention_bias", "rope_interleave"),
+            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
+            *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+            *("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),  # predict further tokens, are of training
+            *("scoring_func", "topk_method", "aux_loss_alpha", "seq_aux", "moe_layer_freq", "ep_size"),  # checked below, or of training
+        }
+    )
+    scoring, method, pair = "sigmoid", "noaux_tc", 2
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        reasons = [*super().reasons_against_fields(config)]
+        reasons += [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if (getattr(config, name) or 0) < 1]
+        if config.qk_rope_head_dim % 2:
+            reasons.append(f"qk_rope_head_dim = {config.qk_rope_head_dim} must be even, for rotary positions")
+        if config.head_dim != config.qk_rope_head_dim:
+            reasons.append(f"head_dim = {config.head_dim} must be qk_rope_head_dim ({config.qk_rope_head_dim})")
+        if config.attention_bias and config.q_lora_rank is None:
+            reasons.append("attention_bias without q_lora_rank is not implemented")
+        if config.num_key_value_heads != config.num_attention_heads:
+            reasons.append(f"num_key_value_heads = {config.num_key_value_heads} must be num_attention_heads ({config.num_attention_heads})")
+        if getattr(config, "moe_layer_freq", 1) != 1:
+            reasons.append(f"moe_layer_freq = {config.moe_layer_freq} is not implemented (only 1)")
+        if self._sparse(config):
+            reasons += self._routing_reasons(config)
+        return reasons
+
+    def _routing_reasons(self, config: Any) -> list[str]:
+        if reasons := experts_reasons(config, "n_routed_experts"):
+            return reasons
+        scoring, method = getattr(config, "scoring_func", self.scoring), getattr(config, "topk_method", self.method)
+        if scoring != self.scoring:
+            reasons.append(f"scoring_func = {scoring!r} is not implemented (only {self.scoring!r})")
+        if method not in (self.method, None):
+            reasons.append(f"topk_method = {method!r} is not implemented (only {self.method!r})")
+        return reasons + self._group_reasons(config)
+
+    def _group_reasons(self, config: Any) -> list[str]:
+        count, groups, kept = config.n_routed_experts, config.n_group or 1, config.topk_group or 1
+        if count % groups or count // groups < self.pair:
+            return [f"n_group = {groups} must split n_routed_experts ({count}) into equal groups of at least {self.pair}"]
+        if not 1 <= kept <= groups or config.num_experts_per_tok > kept * (count // groups):
+            return [f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep num_experts_per_tok or more"]
+        return []
+
+    def _sparse(self, config: Any) -> frozenset[int]:
+        return frozenset(range(config.first_k_dense_replace or 0, config.num_hidden_layers))
+
+    def _grouping(self, config: Any) -> Grouping:
+        return Grouping(self.scoring, config.n_group or 1, config.topk_group or 1, self.pair, config.routed_scaling_factor, corrected=True)
+
+    def _normalizes(self, config: Any) -> bool:
+        return bool(config.norm_topk_prob)
+
+    def _interleaves(self, config: Any) -> bool:
+        return bool(config.rope_interleave)
+
+    def shape(self, config: Any) -> DecoderShape:
+        latent = LatentShape(
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            plain=config.qk_nope_head_dim,
+            rope=config.qk_rope_head_dim,
+            value=config.v_head_dim,
+            scale=_scale(config),
+            interleaved=self._interleaves(config),
+        )
+        inner, sparse = config.moe_intermediate_size, self._sparse(config)
+        experts = None
+        if sparse:
+            experts = ExpertsShape(
+                sparse,
+                config.n_routed_experts,
+                config.num_experts_per_tok,
+                inner,
+                self._normalizes(config),
+                shared_inner=inner * (config.n_shared_experts or 0),
+                grouping=self._grouping(config),
+            )
+        return base_shape(
+            config,
+            rope=rope_from_config(config.rope_parameters, config.qk_rope_head_dim),
+            latent=latent,
+            output_bias=config.attention_bias,
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            experts=experts,
+            unused_layers=int(getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None) or 0),
+        )
+
+
+class DeepseekV2(DeepseekV3):
+    """Serves `DeepseekV2ForCausalLM`."""
+
+    model_type = "deepseek_v2"
+    handled = DeepseekV3.handled - {"rope_interleave"} | {"mlp_bias"}
+    scoring, pair = "softmax", 1
+
+    def _routing_reasons(self, config: Any) -> list[str]:
+        if config.num_experts_per_tok is None:
+            return ["num_experts_per_tok is missing"]
+        if reasons := experts_reasons(config, "n_routed_experts"):
+            return reasons
+        if (scoring := getattr(config, "scoring_func", "softmax")) != "softmax":
+            reasons.append(f"scoring_func = {scoring!r} is not implemented (only 'softmax')")
+        if config.norm_topk_prob:
+            reasons.append("norm_topk_prob = True is not implemented: transformers, the reference, doesn't normalize the weights of this model")
+        if config.topk_method not in ("greedy", "group_limited_greedy"):
+            reasons.append(f"topk_method = {config.topk_method!r} is not implemented (only 'greedy' and 'group_limited_greedy')")
+        elif config.topk_method == "group_limited_greedy":
+            reasons += self._group_reasons(config)
+        return reasons
+
+    def _grouping(self, config: Any) -> Grouping:
+        groups, kept = (1, 1) if config.topk_method == "greedy" else (config.n_group or 1, config.topk_group or 1)
+        return Grouping("softmax", groups, kept, self.pair, config.routed_scaling_factor, corrected=False)
+
+    def _normalizes(self, config: Any) -> bool:
+        return False
+
+    def _interleaves(self, config: Any) -> bool:
+        return True
+
+
+class Glm4MoeLite(DeepseekV3):
+    """Serves `Glm4MoeLiteForCausalLM`, GLM-4.7-Flash."""
+
+    model_type = "glm4_moe_lite"
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        kinds = set(config.mlp_layer_types) - {"dense", "sparse"}
+        if kinds or len(config.mlp_layer_types) != config.num_hidden_layers:
+            return [f"mlp_layer_types must have one of 'dense' and 'sparse' for each of {config.num_hidden_layers} layers"]
+        return super().reasons_against_fields(config)
+
+    def _sparse(self, config: Any) -> frozenset[int]:
+        return frozenset(index for index, kind in enumerate(config.mlp_layer_types) if kind == "sparse")
+
+
+def _scale(config: Any) -> float:
+    """Return the multiplier of scores, in which a scaled rotary embedding has a part."""
+    scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default" and (all_dim := rope.get("mscale_all_dim")):
+        factor = rope["factor"]
+        scale *= (1.0 if factor <= 1 else 0.1 * all_dim * math.log(factor) + 1.0) ** 2
+    return scale

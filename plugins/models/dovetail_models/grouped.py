@@ -1,0 +1,52 @@
+"""DeepSeek's routing (arXiv:2405.04434, arXiv:2412.19437): experts form groups, and a token's experts come from its few best groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dovetail.api.model import BuildContext
+from dovetail.nn.moe import Router
+from dovetail.nn.parameter import whole
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How a token's experts are chosen."""
+
+    scoring: str  # "softmax" or "sigmoid" of the logits
+    groups: int  # of equal size
+    kept: int  # best groups of a token
+    pair: int  # a group is as good as the sum of so many of its best experts
+    scale: float  # multiplies the weights
+    corrected: bool  # a learned bias of each expert counts in the choice, not in the weights
+
+
+class GroupedRouter(Router):
+    """Router that also chooses. Its correction stays in float32, as in checkpoints."""
+
+    def __init__(self, hidden: int, count: int, grouping: Grouping, context: BuildContext) -> None:
+        super().__init__(hidden, count, context)
+        self.grouping = grouping
+        self.e_score_correction_bias = whole((count,), replace(context, dtype=torch.float32)) if grouping.corrected else None
+
+    def choose(self, x: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [tokens, hidden] -> ids [tokens, k] int32 and weights [tokens, k] float32. `normalize`: to a sum of 1, before they are scaled."""
+        scores, correction = self(x), self.e_score_correction_bias
+        scores = scores.sigmoid() if self.grouping.scoring == "sigmoid" else scores.softmax(-1)
+        ids = chosen_in_groups(scores if correction is None else scores + correction, self.grouping, k)
+        weights = scores.gather(1, ids)
+        if normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids.to(torch.int32), weights * self.grouping.scale
+
+
+def chosen_in_groups(scores: torch.Tensor, grouping: Grouping, k: int) -> torch.Tensor:
+    """Return the ids [tokens, k] int64 of the best of scores [tokens, experts] within each token's best groups; of equals, the lower id."""
+    if grouping.kept < grouping.groups:
+        by_group = scores.view(len(scores), grouping.groups, -1)  # [tokens, groups, experts of a group]
+        best = by_group.topk(grouping.pair, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices[:, : grouping.kept]
+        outside = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, value=False)
+        scores = by_group.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]

@@ -1,0 +1,106 @@
+"""Latent attention (MLA, arXiv:2405.04434): K and V of all heads are linear in one small vector a token, the latent, and only that is cached.
+
+    latent [kv_rank] = norm(kv_down x)      k_rope [rope] = rotary(kv_down x), shared by all heads
+    k of head h = [UK_h latent, k_rope]     v of head h = UV_h latent
+
+Attention runs over the latents themselves (*absorbed*): q_h · (UK_h latent) = (UK_hᵀ q_h) · latent, and the sum of weighted values is UV_h times the
+sum of weighted latents. So a layer has one K of kv_rank + rope numbers a token, whose first kv_rank are V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.nn.linear import ColumnParallelLinear, Columns, MergedColumnParallelLinear, RowParallelLinear
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import Part, Weight, share
+from dovetail.nn.residual import Residual
+from dovetail.nn.rotary import Rotation, apply_rotary
+
+INNER_EPS = 1e-6  # of the norms of latents, whatever the config's own is
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Hyperparameters of latent attention, of the whole model. Sizes are those of a head."""
+
+    q_rank: int | None  # of the queries' latent; None: queries are projected from the stream
+    kv_rank: int
+    plain: int  # numbers of q and k without rotary embedding
+    rope: int  # numbers of q and k with rotary embedding
+    value: int
+    scale: float
+    interleaved: bool  # rotary pairs are neighbors: 2i and 2i + 1
+
+    def layer_spec(self, index: int, heads: int, group: ParallelGroup) -> LayerSpec:
+        """Return layer `index` with this rank's heads. Raises `UnsupportedError` if the heads can't be split over the group."""
+        own = share(heads, group, "num_attention_heads")
+        return LayerSpec(index, own, 1, self.kv_rank + self.rope, self.scale, v_in_k=True, v_head_size=self.kv_rank)
+
+
+class LatentAttention(nn.Module):
+    """Attention over the latents of all earlier tokens of the same row. Ranks split the heads; each has all latents."""
+
+    def __init__(self, index: int, hidden: int, heads: int, shape: LatentShape, context: BuildContext, *, bias: bool) -> None:
+        """`bias`: of the projections to latents and of the output."""
+        super().__init__()
+        self.shape, spec = shape, shape.layer_spec(index, heads, context.parallel)
+        self.heads, size, first = spec.heads, shape.plain + shape.rope, context.parallel.rank * spec.heads
+        q = Columns(heads * size, first * size, self.heads * size) if shape.q_rank is None else Columns(shape.q_rank, 0, shape.q_rank)
+        kv = Columns(shape.kv_rank + shape.rope, 0, shape.kv_rank + shape.rope)
+        self.down_proj = MergedColumnParallelLinear(hidden, {"q": q, "kv": kv}, context, bias=bias)
+        self.widths = [q.size, shape.kv_rank, shape.rope]
+        self.q_norm = self.q_up_proj = None
+        if shape.q_rank is not None:
+            self.q_norm = RMSNorm(shape.q_rank, INNER_EPS, context)
+            self.q_up_proj = ColumnParallelLinear(shape.q_rank, heads * size, context, bias=False)
+        self.kv_norm = RMSNorm(shape.kv_rank, INNER_EPS, context)
+        wide = shape.plain + shape.value
+        part = Part((heads * wide, shape.kv_rank), 0, first * wide, self.heads * wide)
+        self.kv_up = Weight((self.heads * wide, shape.kv_rank), {None: part}, context)  # never quantized: it is multiplied from both sides
+        self.o_proj = RowParallelLinear(heads * shape.value, hidden, context, bias=bias)
+        self.attn = context.make_attention(spec)
+
+    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
+        shape, rank = self.shape, self.shape.kv_rank
+        q, latent, k_rope = torch.split(self.down_proj(residual, norm), self.widths, dim=1)
+        if self.q_norm is not None and self.q_up_proj is not None:
+            q = self.q_up_proj(self.q_norm(q.contiguous()))
+        q_plain, q_rope = torch.split(q.view(len(q), self.heads, -1), [shape.plain, shape.rope], dim=2)
+        up_k, up_v = torch.split(self.kv_up.view(self.heads, -1, rank), [shape.plain, shape.value], dim=1)  # [heads, plain or value, kv_rank]
+        query = q.new_empty(len(q), self.heads, rank + shape.rope)
+        query[..., :rank] = torch.bmm(q_plain.transpose(0, 1), up_k).transpose(0, 1)
+        query[..., rank:] = self._rotated(q_rope, rotation)
+        k = torch.cat((self.kv_norm(latent.contiguous()), self._rotated(k_rope[:, None], rotation)[:, 0]), dim=1)
+        self.attn.write(k[:, None], None)
+        out = self.attn.attend(query)  # [tokens, heads, kv_rank]
+        if wanted is not None:
+            residual.keep(wanted)
+            out = out.index_select(0, wanted)
+        values = torch.bmm(out.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)  # [tokens, heads, value]
+        self.o_proj.add_to(residual, values.flatten(1))
+
+    def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """x [tokens, heads, rope]: the order of the results' numbers is the same for q and k, and no other matters."""
+        if self.shape.interleaved:
+            x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
+        return apply_rotary(x, rotation)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        q, kv = "q_proj" if self.q_up_proj is None else "q_a_proj", "kv_a_proj_with_mqa"
+        for kind, weight in self.down_proj.named_parameters():
+            yield WeightRule(f"{prefix}{q}.{kind}", weight, "q")
+            yield WeightRule(f"{prefix}{kv}.{kind}", weight, "kv")
+        if self.q_norm is not None and self.q_up_proj is not None:
+            yield WeightRule(f"{prefix}q_a_layernorm.weight", self.q_norm.weight)
+            yield WeightRule(f"{prefix}q_b_proj.weight", self.q_up_proj.weight)
+        yield WeightRule(f"{prefix}kv_a_layernorm.weight", self.kv_norm.weight)
+        yield WeightRule(f"{prefix}kv_b_proj.weight", self.kv_up)
+        for kind, weight in self.o_proj.named_parameters():
+            yield WeightRule(f"{prefix}o_proj.{kind}", weight)
