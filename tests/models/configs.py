@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 MAX_LEN = 64
 
@@ -97,6 +106,41 @@ def qwen3_moe_configs(draw: st.DrawFn) -> Qwen3MoeConfig:
 
 
 @st.composite
+def latent_configs(draw: st.DrawFn) -> Any:
+    """DeepSeek's two and GLM's, whose tokens go through all experts of a few groups, or of all."""
+    kind = draw(st.sampled_from([DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig]))
+    fields, rope = draw(_common(own_head_size=False)), draw(st.sampled_from([2, 4]))
+    fields["num_key_value_heads"] = fields["num_attention_heads"]
+    groups, kept, size = draw(st.sampled_from([(1, 1, 4), (2, 1, 2), (3, 2, 2)]))
+    fields |= {
+        "kv_lora_rank": draw(st.sampled_from([4, 16])),
+        "q_lora_rank": draw(st.sampled_from([None, 6])),
+        "qk_nope_head_dim": draw(st.sampled_from([2, 6])),
+        "qk_rope_head_dim": rope,
+        "v_head_dim": draw(st.sampled_from([3, 8])),
+        "n_routed_experts": groups * size,
+        "num_experts_per_tok": kept * size,
+        "n_group": groups,
+        "topk_group": kept,
+        "n_shared_experts": draw(st.sampled_from([1, 2])),
+        "moe_intermediate_size": draw(st.sampled_from([4, 6])),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+    }
+    if fields["q_lora_rank"] is not None:
+        fields["attention_bias"] = draw(st.booleans())
+    if kind is Glm4MoeLiteConfig:
+        fields["mlp_layer_types"] = draw(st.lists(st.sampled_from(["dense", "sparse"]), min_size=fields["num_hidden_layers"], max_size=3))
+        fields["mlp_layer_types"] = fields["mlp_layer_types"][: fields["num_hidden_layers"]]
+    else:
+        fields["first_k_dense_replace"] = draw(st.integers(0, 2))
+    if kind is DeepseekV2Config:
+        fields["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    else:
+        fields |= {"norm_topk_prob": draw(st.booleans()), "rope_interleave": draw(st.booleans())}
+    return kind(**fields)
+
+
+@st.composite
 def qwen2_configs(draw: st.DrawFn) -> Qwen2Config:
     return Qwen2Config(**draw(_common(own_head_size=False)), **draw(_some_windows()))
 
@@ -124,4 +168,4 @@ def _whole_window() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def configs() -> st.SearchStrategy[Any]:
-    return st.one_of(qwen3_configs(), qwen3_moe_configs(), llama_configs(), qwen2_configs(), mistral_configs())
+    return st.one_of(qwen3_configs(), qwen3_moe_configs(), latent_configs(), llama_configs(), qwen2_configs(), mistral_configs())

@@ -23,7 +23,8 @@ from dovetail.errors import DovetailError
 from tests.models.tiny_configs import random_model, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-types.md"
-NATIVE = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss"}
+_NATIVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+NATIVE = {name: name for name in _NATIVE}
 MOST_PARAMETERS = 30_000_000
 TOKENS = 8
 PROMPTS = ([5, 6, 7], list(range(3, 43)), [9])

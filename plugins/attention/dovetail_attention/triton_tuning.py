@@ -146,8 +146,7 @@ _LOADS_APART = {  # head size, of 2 bytes a number
 # Latent layers, whose sums of V's size fill the registers; not measured.
 _LATENT_DECODE = {  # bytes of a number, and query heads at most: (keys, warps, stages, programs)
     (2, 32): DecodeTiling(32, 8, 3, 1),
-    (2, 64): DecodeTiling(32, 8, 2, 1),
-    (4, 64): DecodeTiling(16, 8, 1, 1),
+    (4, 32): DecodeTiling(16, 8, 1, 1),
 }
 _LATENT_PREFILL = {
     2: (PrefillTiling(64, 32, 8, 2), PrefillTiling(32, 32, 8, 1), PrefillTiling(16, 16, 8, 1)),

@@ -59,6 +59,8 @@ class Transformers(ModelArch):
             return ["is_encoder_decoder: a model with an encoder isn't served"]
         if getattr(getattr(transformers, serves), "_is_stateful", False):
             return [f"{serves} keeps a recurrent state, which isn't served yet"]
+        if getattr(config, "index_topk", None):
+            return [f"index_topk = {config.index_topk}: attention to tokens that an index chooses isn't served"]
         try:
             calls = self._trace(config).calls
         except UnsupportedError as error:
