@@ -54,6 +54,17 @@ SIMULATED: Mapping[str, tuple[Any, ...]] = {  # the only values that are
     "scheduling_policy": ("fcfs",),
     "enable_chunked_prefill": (True,),
 }
+_QWEN3_30B = {
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151_936,
+}
 MODELS: Mapping[str, Mapping[str, Any]] = {  # of their config.json
     "meta-llama/Llama-3.1-8B": {
         "num_hidden_layers": 32,
@@ -72,17 +83,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {  # of their config.json
         "intermediate_size": 25_600,
         "vocab_size": 151_936,
     },
-    "Qwen/Qwen3-30B-A3B": {
-        "num_hidden_layers": 48,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151_936,
-    },
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": _QWEN3_30B,
 }
 
 

@@ -2,6 +2,7 @@
 
     python -m bench.lab.vtc_arena --traces DIR                      # five minutes
     python -m bench.lab.vtc_arena --traces DIR --profile out.json   # and keep the step times
+    python -m bench.lab.vtc_arena --traces DIR --fit-on FCFS__real  # fits on one run, and predicts the others
 
 Fitted are the device's times and the host's (`vtc_served.py`): on the paper's profile of single batches, and on how long answers took in the two runs
 under FCFS. Then one factor for all of the host's times, with which FCFS has the measured throughput of the Arena's requests. All other figures, of
@@ -122,10 +123,18 @@ def main() -> None:
     parser.add_argument("--factor", type=float, help="of the host's times, instead of finding it")
     parser.add_argument("--repeats", type=int, default=4, help="runs whose mean is taken")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), metavar="POLICY__WORKLOAD", help="which measured runs, by the names of their files")
+    parser.add_argument(
+        "--fit-on",
+        nargs="+",
+        default=list(FITTED),
+        choices=FITTED,
+        metavar="FCFS__WORKLOAD",
+        help="measured runs of FCFS to fit on; the factor is of the first",
+    )
     parser.add_argument("--profile", type=Path, help="where to write the step times")
     args = parser.parse_args()
     folder = args.traces / "vtc_arena"
-    fitted_on, runs = ([ServedRun.load(folder / "measured" / f"{name}.jsonl") for name in names] for names in (FITTED, args.runs))
+    fitted_on, runs = ([ServedRun.load(folder / "measured" / f"{name}.jsonl") for name in names] for names in (args.fit_on, args.runs))
     fitted = fit_server(single_batches(folder / "cost_profile_a10g_llama7b.json"), fitted_on)
     factor = args.factor if args.factor is not None else host_factor(fitted_on[0], fitted)
     profile = with_host(fitted, factor)
@@ -139,7 +148,7 @@ def main() -> None:
     simulated = {run.name: mean_of(run.name, [simulate(run, profile, seed) for seed in range(args.repeats)]) for run in runs}
     held = [
         print_figures(
-            f"{name}, {'which was fitted on' if name in FITTED else 'predicted'}",
+            f"{name}, {'which was fitted on' if name in args.fit_on else 'predicted'}",
             [Figure(what, simulated[name][what], measured[name][what], within) for what, within in WITHIN.items()],
         )
         for name in measured
