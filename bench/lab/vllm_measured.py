@@ -173,7 +173,7 @@ def check(run: VLLMRun, model: LinearStepTime, fitted: bool) -> list[Figure]:
     print(f"\n{run}\n{', '.join(f'{term} {value:.4g}' for term, value in model if term != 'kind' and value)}", flush=True)
     first, second = (figures(found, measured, part) for part in (slice(0, FIRST_HALF), slice(FIRST_HALF, None)))
     print_figures("first half, fitted on" if fitted else "first half, not fitted on", first)
-    print_figures("second half, out of sample", second)
+    print_figures("second half, not fitted on", second)
     return second if fitted else first + second
 
 
