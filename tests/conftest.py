@@ -63,7 +63,7 @@ def imported_things_are_counted_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def imported_things_are_not_looked_through() -> None:
-    """All that tests have imported stays. The garbage collector, which each of the many engines calls when it is closed, leaves it alone."""
+    """Freeze all imported objects, so that the garbage collector, which each engine calls on closing, skips them."""
     if gc.get_freeze_count() == 0:
         gc.collect()
         gc.freeze()

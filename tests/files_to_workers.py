@@ -8,7 +8,7 @@ from xdist.workermanage import WorkerController
 
 class FilesToWorkers(LoadFileScheduling):
     """The tests of a file run in one process, which makes its fixtures once. A test that ends its worker fails, and the rest of its file goes to
-    another one: `LoadFileScheduling` would deal out the same test again and again, and then wait for ever."""
+    another one: `LoadFileScheduling` would assign the same test again and again, and then wait forever."""
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Return the test that was running, if a worker with tests left has gone, and deal out the others again."""

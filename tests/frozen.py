@@ -1,4 +1,4 @@
-"""Tests import a million things. `conftest.py` has the garbage collector leave them alone; `count_once` keeps them from being counted for each
+"""Tests import a million objects. `conftest.py` excludes them from garbage collection; `count_once` keeps them from being counted for each
 engine."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The watch over processes: who is stopped for long is found, and what suspends watcher and watched alike is held against nobody."""
+"""The process watch: a process that is stopped for long is found, unless watcher and watched were suspended together."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Work:
 
 @contextmanager
 def at_most(calls: int) -> Iterator[Work]:
-    """Stops what is inside with `TooMuchWorkError` once it has called `calls` functions, Python's or C's: what would take for ever fails soon."""
+    """Raise `TooMuchWorkError` in the block once it has called `calls` functions, in Python or C: endless work fails soon."""
     work = Work()
 
     def count(frame: FrameType, event: str, argument: object) -> None:

@@ -114,7 +114,7 @@ def _signature(function: Any) -> str:
 
 
 class _Plain:
-    """An annotation that prints as it stands in the source."""
+    """An annotation that prints as written in the source."""
 
     def __init__(self, annotation: Any) -> None:
         self.annotation = annotation

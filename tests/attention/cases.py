@@ -1,4 +1,4 @@
-"""Ragged steps, as the conformance suite draws them, put to a backend through the interface alone; judged by an oracle that shares no code with the
+"""Ragged steps, drawn as in the conformance suite and run through the backend interface only; compared with an oracle that shares no code with the
 suite's."""
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Bench:
         return self.attend(self.case.padding)
 
     def _kept(self, values: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
-        """K or V as the cache keeps it; without rounding to the case's dtype alone, which tolerances allow for."""
+        """K or V as stored in the cache; not rounded to the case's dtype, which tolerances allow for."""
         if self.case.cache_dtype is None:
             return values
         return kept_in_e4m3(torch.from_numpy(values).to(self.dtype).double().numpy(), scale)

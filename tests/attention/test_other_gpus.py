@@ -1,4 +1,4 @@
-"""Every kernel that anything launches compiles for every GPU that is served, and has room there: without any GPU, as `bench.compiles` shows it.
+"""Every kernel compiles for every supported GPU and fits its shared memory: checked without a GPU, like `bench.compiles` does.
 
 The quick tests compile a variant for the oldest architecture and one for a small GPU, the slow ones all: each head size in each dtype.
 """

@@ -1,4 +1,4 @@
-"""The `torch` backend against the definition of attention, over whatever a step may hold."""
+"""The `torch` backend against the definition of attention, for all kinds of steps."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ full_when_interpreted = () if ON_GPU else (pytest.mark.slow,)  # lies between tw
 
 
 class SharingAttention(TritonAttention):
-    """Is told of a shared prefix in each step, and believes that it is worth it."""
+    """Gets a shared prefix in each step, and always uses it."""
 
     shared_blocks = 0
 
@@ -57,7 +57,7 @@ class SharingAttention(TritonAttention):
 
 
 class MixedGraphAttention(SharingAttention):
-    """Is told that each step replays a graph of mixed steps, of at least `size` tokens."""
+    """Plans each step as a replay of a mixed-step graph of at least `size` tokens."""
 
     size = 0
 

@@ -1,4 +1,4 @@
-"""Runs the `triton` backend's conformance suite, and the statements about it alone, on a machine without a GPU."""
+"""Runs the `triton` backend's conformance suite, and its own tests, on a machine without a GPU."""
 
 from __future__ import annotations
 

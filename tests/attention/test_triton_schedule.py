@@ -1,4 +1,4 @@
-"""Who computes what: every key of every row once, in shares of equal cost, whatever the step."""
+"""The division of work: every key of every row is computed once, in shares of equal cost, for any step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On a GPU that nobody has measured, attention's kernels are tried before an engine relies on them; elsewhere they aren't. That right ones pass,
-`test_triton_backend.py` says where they run."""
+"""On an unmeasured GPU, attention kernels are tried before an engine relies on them; on others they aren't. `test_triton_backend.py` tests that
+correct kernels pass, where they can run."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_what_was_measured_is_chosen_where_it_has_room() -> None:
 @pytest.mark.parametrize("arch", sorted(GPUS))
 @pytest.mark.parametrize("gluon", [True, False])
 def test_a_backend_takes_the_tilings_of_its_gpu(arch: int, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were measured on a Hopper, and the kernel that loads apart there alone, if this Triton has what it is written in."""
+    """On a Hopper GPU it uses the measured tilings, and the kernel with separate loading warps if this Triton supports it."""
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[arch])
     monkeypatch.setattr(triton_backend, "_can_load_apart", lambda: gluon)
     backend = triton_backend.TritonAttention(NoOptions(), AttentionContext("cpu", "float16", 16))

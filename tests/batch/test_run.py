@@ -1,4 +1,4 @@
-"""`dovetail batch run` from its files to its files: answers are `LLM.generate`'s, each row has one, and an interrupted job goes on."""
+"""`dovetail batch run` from input to output files: answers equal `LLM.generate`'s, each row has one, and an interrupted job resumes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def test_rows_that_fail_say_why_and_the_others_are_answered(tmp_path: Path) -> N
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize("engines", [1, 3])
 def test_a_job_that_is_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
-    """Every run ends when it has kept nine answers at most, whatever else has been computed; other settings of speed are no other job."""
+    """Every run is stopped after at most nine stored answers, regardless of what else was computed; changing performance settings doesn't make
+    another job."""
     write_rows(tmp_path / "rows.jsonl", toy_rows(40))
     kept: list[int] = []
     add = ShardStore.add
@@ -252,7 +253,7 @@ def test_a_file_of_openais_batch_api_becomes_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_an_engine_that_dies_takes_no_row_with_it(tmp_path: Path) -> None:
-    """The device is lost: no row is told to have failed, and the next run computes it."""
+    """The device is lost: no row is reported as failed, and the next run computes it."""
     write_rows(tmp_path / "rows.jsonl", toy_rows(40, tokens=4))
     lost = {**TOY, "executor": {"name": "toy", "fails_at_step": 12}}
     assert "engine 0 has failed: " in run_job(write_job(tmp_path, engine=lost, shard_rows=10), code=1)

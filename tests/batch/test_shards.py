@@ -32,7 +32,7 @@ def left_in(store: ShardStore) -> list[int]:
 
 
 def complete(store: ShardStore, seed: int, told: int | None = None) -> None:
-    """Answer what is left, in a random order, some at once; `told`: a descriptor that hears of each row that is kept for good."""
+    """Answer the remaining rows in random order, some at once. Each row that is stored permanently is written to the file descriptor `told`."""
     rng, left = random.Random(seed), left_in(store)
     rng.shuffle(left)
     while left:

@@ -1,4 +1,4 @@
-"""What is read of files: the same rows whatever the format and wherever reading begins, and of each wrong row why."""
+"""Reading files: the same rows for every format and start position, and a reason for each invalid row."""
 
 from __future__ import annotations
 

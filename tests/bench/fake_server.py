@@ -1,4 +1,5 @@
-"""A server that answers `/v1/completions` as the executor `toy` would, in whatever way a test wants: whole, cut, doubled, refused, in one event."""
+"""A server that answers `/v1/completions` like the executor `toy`, as a test specifies: complete, truncated, duplicated, rejected, or in one
+event."""
 
 from __future__ import annotations
 

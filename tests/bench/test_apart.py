@@ -1,4 +1,4 @@
-"""Engines that are measured beside each other don't share a process."""
+"""Engines that are compared don't share a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call for all measurements: whatever is interrupted, what has been measured stays, and the next call goes on from there."""
+"""One call runs all measurements: results survive any interruption, and the next call resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every program of `bench/` explains itself, and what needs a GPU says so where there is none."""
+"""Every program of `bench/` has a help text, and those that need a GPU report it if there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executor `toy`: whoever knows a request's seed knows its answer, whatever runs beside it."""
+"""The executor `toy`: a request's seed determines its answer, regardless of other requests."""
 
 from __future__ import annotations
 

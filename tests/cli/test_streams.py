@@ -1,4 +1,4 @@
-"""What the shell sees: full disks, readers that go, and arguments that nobody foresaw. Never a traceback."""
+"""Output on full disks, closed pipes and unusual arguments: never a traceback."""
 
 from __future__ import annotations
 

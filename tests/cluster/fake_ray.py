@@ -1,6 +1,6 @@
-"""The few calls of Ray that `dovetail_cluster.ray_jobs` makes, in threads of this process: `FakeRay` stands for the module `ray`.
+"""The few calls of Ray that `dovetail_cluster.ray_jobs` makes, in threads of this process: `FakeRay` replaces the module `ray`.
 
-Its parameters are Ray's own, of which `test_ray_batch` makes sure where Ray is installed. It can lose workers, and lose or double blocks.
+Its parameters are Ray's, which `test_ray_batch` checks if Ray is installed. It can lose workers, and lose or double blocks.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dovetail_cluster.settings import ClusterSettings
 
 
 class FakeReplica:
-    """A server that serves as soon as it is told to, and drains until it is told that all is answered."""
+    """A server that starts serving when told to, and drains until told that all requests are answered."""
 
     def __init__(self, url: str) -> None:
         self.url, self.status = url, ReplicaStatus()
@@ -37,7 +37,7 @@ class FakeReplica:
 
 
 class FakeLauncher:
-    """Room for so many replicas."""
+    """A launcher with room for this many replicas."""
 
     def __init__(self, room: int = 100) -> None:
         self.room = room
@@ -62,7 +62,7 @@ class FakeLauncher:
 
 
 class FakeRouter:
-    """A router that takes up a replica one look after it was told to, and forgets one once nothing is under way."""
+    """A router that adds a replica one poll after it was told to, and removes one once it has no requests."""
 
     def __init__(self) -> None:
         self.listed: dict[str, Listed] | None = {}
@@ -95,7 +95,7 @@ class FakeRouter:
 
 @dataclass
 class FakeProber:
-    """All replicas are ready and well, unless told otherwise."""
+    """All replicas are ready and healthy, unless set otherwise."""
 
     cluster: FakeCluster
     ill: set[str] = field(default_factory=set)
@@ -122,7 +122,7 @@ class FakeCluster:
         self.controller = Controller(settings, self.launcher, self.router, self.prober, clock=lambda: self.now, say=self.said.append)
 
     def tick(self, times: int = 1, serve: bool = True) -> None:
-        """Let so many seconds pass. `serve`: replicas that start serve at once, and those that drain are done at once."""
+        """Advance time by this many seconds. `serve`: starting replicas serve at once, and draining ones finish at once."""
         for _ in range(times):
             self.now += 1
             self.controller.tick()

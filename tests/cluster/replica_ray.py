@@ -24,7 +24,7 @@ class FakeGroup:
 
 
 class FakeCalls(RayCalls):
-    """A cluster of one machine with so many CPUs and GPUs."""
+    """A cluster of one machine with this many CPUs and GPUs."""
 
     def __init__(self, cpus: int = 2, gpus: int = 0) -> None:
         self._free = {"CPU": float(cpus), "GPU": float(gpus)}

@@ -1,4 +1,4 @@
-"""`dovetail batch run --on ray`: the answers and files of a run without Ray, each row once whatever dies, and refusals by name.
+"""`dovetail batch run --on ray`: the same answers and files as a run without Ray, each row once despite failures, and errors by name.
 
 CI runs this with `FakeRay`; `make test-cluster` sets DOVETAIL_TEST_RAY=1, and the same tests run with Ray itself.
 """

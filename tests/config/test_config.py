@@ -77,7 +77,7 @@ def test_the_whole_file_spelled_out_is_the_default(write: Any) -> None:
 
 
 def test_a_default_stays_the_built_in_whatever_is_installed(site: Site) -> None:
-    """Somebody else's components are called as the defaults are, and as the built-ins that `auto` chooses from."""
+    """Third-party components have the names of the defaults, and of the built-ins that `auto` chooses from."""
     same = [*DEFAULTS.items(), *((kind, name) for kind, names in PREFERENCE.items() for name in names)]
     site.install("dovetail-same", modules={"same": components(*(f'kind="{kind}", name="{name}", target="a:B"' for kind, name in same))})
     parts = find_parts(EngineConfig.load("demo", **{"kv_cache.reuse": False}), Registry.discover())

@@ -1,4 +1,4 @@
-"""`run` comes to a verdict whatever a component does, and names it."""
+"""`run` returns a verdict for any behaviour of a component, and names the component."""
 
 from __future__ import annotations
 

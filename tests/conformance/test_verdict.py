@@ -1,4 +1,4 @@
-"""Nothing passes in silence: whatever keeps a check from counting makes the verdict NOT CONFORMANT, names the check, and fails the session."""
+"""Nothing passes silently: a check that doesn't count, for any reason, makes the verdict NOT CONFORMANT, is named, and fails the session."""
 
 from __future__ import annotations
 

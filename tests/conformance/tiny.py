@@ -1,4 +1,4 @@
-"""A suite of three checks, to see what becomes of suites; and components for it."""
+"""A suite of three checks, for tests of the suite framework, and components for it."""
 
 from __future__ import annotations
 

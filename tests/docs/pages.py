@@ -63,7 +63,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a console block, without the "$ ", and what is shown to come of it."""
+    """A line of a console block, without the "$ ", and the output shown for it."""
 
     line: str
     output: str

@@ -174,7 +174,7 @@ def run_console(block: Block, server: Server) -> None:
 
 
 def run_dovetail(block: Block, args: list[str], expected: str) -> None:
-    """The exit code is 2 if an error is shown, else 0."""
+    """The exit code is 2 if an error is shown, otherwise 0."""
     if ">" in args:
         args, expected = args[: args.index(">")], ""
     args = [str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args]

@@ -1,4 +1,4 @@
-"""Examples in docstrings are those of this version: they compile, and a plugin that declares the same is accepted. Its changes are told."""
+"""Examples in docstrings fit this version: they compile, and a plugin with the same declarations is accepted. API changes are documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site as it is built: no table has a column without content, code blocks and tables can be told apart by the style sheet, search finds words."""
+"""The built site: no table has an empty column, the style sheet distinguishes code blocks from tables, search finds words."""
 
 from __future__ import annotations
 

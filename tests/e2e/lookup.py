@@ -1,4 +1,4 @@
-"""A model that was made, not trained, to look things up over any distance: one layer of attention, whose weights are written down.
+"""A constructed (not trained) model that looks up pairs over any distance: one attention layer with fixed weights.
 
     token p < pairs           is a pair: its K says `key[p]`, its V `value[p % VALUES]`
     token pairs + p           asks for pair p: its q says `key[p]`, so it attends most to that pair, wherever it stands

@@ -1,4 +1,4 @@
-"""`AsyncLLMEngine`: many readers, who come, go and break off as they like; nobody is ever left waiting."""
+"""`AsyncLLMEngine`: many readers that start, finish and stop at any time; none is left waiting."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def tokens_of(stream: AsyncIterator[RequestOutput]) -> list[int]:
 
 
 async def is_idle(engine: AsyncLLMEngine) -> bool:
-    """Whether nobody else's request is in the engine, once it has done all that was asked of it before."""
+    """Return True if the engine holds no other requests after finishing all earlier calls."""
     await asyncio.sleep(0)  # whoever was cancelled says so first
     await tokens_of(engine.generate("last", [1], params(max_tokens=1)))
     return engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0
@@ -289,7 +289,7 @@ def test_what_is_no_id_is_refused_in_the_caller_and_harms_nobody(shared: AsyncLL
 
 
 def test_a_loop_that_ends_without_a_word_harms_nobody(shared: AsyncLLMEngine) -> None:
-    """Its reader can't be told anything any more."""
+    """Its reader can't be notified any more."""
     loop = asyncio.new_event_loop()
     stream = shared.generate("silent", [1], ENDLESS)
     loop.run_until_complete(asyncio.wait_for(anext(stream), PATIENCE_S))

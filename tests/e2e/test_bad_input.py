@@ -1,4 +1,4 @@
-"""Whatever somebody sends, they get an error that says what is wrong, and everybody else gets the very tokens that they would have got."""
+"""Any bad input gets an error that states the problem, and all other requests get the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def engine() -> Iterator[LLMEngine]:
 
 @pytest.fixture(scope="module")
 def alone(engine: LLMEngine) -> dict[str, list[list[int]]]:
-    """The company's tokens when nothing else runs."""
+    """The other requests' tokens when nothing else runs."""
     invite(engine)
     return tokens_of(drain(engine))
 
@@ -74,7 +74,7 @@ def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
 
 @contextmanager
 def in_company(engine: LLMEngine, alone: dict[str, list[list[int]]]) -> Iterator[dict[str, RequestOutput]]:
-    """Others are running meanwhile, and end as if they had been alone. Gives the outputs of all, once it is over."""
+    """Run other requests at the same time, which end with the same tokens as alone. Yields the outputs of all, filled at the end."""
     invite(engine)
     engine.step()
     engine.step()
@@ -407,7 +407,7 @@ def test_every_policy_counts_with_the_most_extreme_fields(name: str) -> None:
 
 
 class Hostile(str):
-    """Text that nobody can hash, compare, measure or print."""
+    """Text that can't be hashed, compared, measured or printed."""
 
     def _raise(self, *args: Any) -> Any:
         raise ZeroDivisionError
@@ -464,7 +464,7 @@ def test_whoever_dates_a_request_back_comes_after_those_who_were_seen() -> None:
 
 
 def test_no_more_requests_wait_than_the_limit_says() -> None:
-    """A list is taken whatever it holds, and leaves what others may add as it was."""
+    """A list of any length is accepted, and doesn't reduce what others may add."""
     config = {"model": "demo", "max_model_len": 64, "limits": {"max_waiting": 3}}
     with LLM(**config) as llm:
         params = SamplingParams(max_tokens=2, n=2)

@@ -1,4 +1,4 @@
-"""Values for a third party's sampler: a wrong one is its request's error, at arrival or in the step, and never anybody else's."""
+"""Values for a third-party sampler: an invalid one fails only its own request, on arrival or in the step."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PROMPTS = [[(7 * i * i + 13 * row + i) % 400 + 10 for i in range(20 + 11 * row)]
 
 
 def recall(directory: Path, pairs: int, **settings: Any) -> float:
-    """The share of pairs that are found among so many tokens, each asked for by a request of its own."""
+    """Return the share of pairs that are found among this many tokens, with one request per pair."""
     generator = torch.Generator().manual_seed(1)
     context, asked = torch.randperm(pairs, generator=generator).tolist(), torch.randint(pairs, (64,), generator=generator).tolist()
     outputs = run(directory, [[*context, pairs + pair] for pair in asked], [greedy(1)] * len(asked), kv_cache_memory="1GiB", **settings)
@@ -31,7 +31,7 @@ def recall(directory: Path, pairs: int, **settings: Any) -> float:
     [(1024, 4.0), pytest.param(32_768, 8.0, marks=pytest.mark.slow), pytest.param(32_768, 10.0, marks=pytest.mark.slow)],
 )
 def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(pairs: int, sharpness: float, tmp_path: Path) -> None:
-    """Also where the needle hardly stands out of the sum over all others, so that many are missed whatever the dtype."""
+    """Also if the needle hardly exceeds the sum of all others, so that many are missed with any dtype."""
     write_lookup_model(tmp_path, pairs, sharpness, pairs + 64)
     wide = recall(tmp_path, pairs, dtype="bfloat16")
     for scales in ("auto", "calibrate"):
@@ -42,7 +42,7 @@ def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(pairs: int, sharpne
 
 
 def test_tokens_are_the_same_however_a_request_is_computed() -> None:
-    """In chunks, preempted and computed again, after a prefix that was found, or alone: what is stored of a token is the same each time."""
+    """In chunks, recomputed after preemption, after a cached prefix, or alone: the stored values of a token are always the same."""
     params = [greedy(12)] * len(PROMPTS)
 
     def tokens(**settings: Any) -> list[tuple[int, ...]]:

@@ -142,7 +142,7 @@ class NeverForgets(Silly):
 
 
 class RoundRobin(Scheduler):
-    """Admits everybody with a first token, then lets them take turns: far more requests hold blocks than run in a step."""
+    """Admits every request with its first token, then schedules them in turn: far more requests hold blocks than run in a step."""
 
     claims = Claims(idles=True)
     turn = 0

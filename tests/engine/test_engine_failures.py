@@ -164,7 +164,7 @@ def test_waiting_for_a_future_arrival_is_no_stall() -> None:
 
 
 def test_blocks_kept_for_siblings_stall_nobody() -> None:
-    """After a sample's end its blocks are kept for one planning. If that one could grant nothing else for lack of them, there is another."""
+    """After a sample's end, its blocks are kept for one plan. If that plan could grant nothing for lack of blocks, there is another one."""
 
     def others_first(step: Step) -> None:
         for request in sorted(step.waiting, key=lambda request: request.parent is not None):

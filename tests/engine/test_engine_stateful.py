@@ -1,7 +1,8 @@
-"""Any policy, any shape of engine, requests that come and go: nobody is lost, no token is wrong or doubled, no block leaks, replays are equal.
+"""Any policy, any engine sizes, requests that arrive and leave: no request is lost, no token is wrong or duplicated, no block leaks, replays are
+equal.
 
-The fake executor remembers which tokens were written where, and fails if a request would read another's; what a request should generate
-is a function of its prompt and seed alone.
+The fake executor remembers which tokens were written where, and fails if a request would read another's; the expected tokens of a request depend
+only on its prompt and seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrivals, deadlines and the clock: what is in the future is invisible, and a virtual clock moves only when it is told to."""
+"""Arrivals, deadlines and the clock: future requests are invisible, and a virtual clock moves only when advanced."""
 
 from __future__ import annotations
 

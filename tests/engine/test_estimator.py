@@ -1,4 +1,4 @@
-"""The running fit of step times: right where the model is, finite and positive whatever comes."""
+"""The running fit of step times: correct if its model is, finite and positive for any input."""
 
 from __future__ import annotations
 

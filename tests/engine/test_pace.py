@@ -1,4 +1,4 @@
-"""The pace of a step: prompts that arrive while answers are streamed make a step only so long, whatever the policy; in simulation."""
+"""The step pace: prompts that arrive during streaming lengthen a step only to a limit, with any policy; in simulation."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class TwoPrompts(Scheduler):
 
 
 def granted(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Request, Request], list[Grant]]) -> list[Grant]:
-    """What `act` is granted of two prompts of 1,000 tokens that arrive beside a stream; the pace lets in 100 tokens a step."""
+    """Return the tokens granted by `act` for two prompts of 1,000 tokens that arrive during a stream; the pace allows 100 tokens per step."""
     monkeypatch.setattr(TwoPrompts, "act", staticmethod(act), raising=False)
     monkeypatch.setattr(TwoPrompts, "grants", [], raising=False)
     monkeypatch.setattr(step_times, "LEAST_PROMPT_TOKENS", 100)

@@ -292,7 +292,7 @@ class World:
     # What should be true
 
     def expected(self, id: str) -> tuple[list[int], str]:
-        """All tokens of a request that nobody ends, and why it ends."""
+        """Return all tokens of a request that isn't aborted, and its finish reason."""
         request, rule, ruled = self.requests[id], self.rules.get(id), False
         given = list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size
         if rule is None:

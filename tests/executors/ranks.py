@@ -81,6 +81,6 @@ def _command(pid: int) -> bytes:
 
 
 def _shared_memory() -> set[str]:
-    """Names that processes of this user made there, other than those of whoever runs beside this."""
+    """Return the names in /dev/shm created by processes of this user, except those of tests running in parallel."""
     folder = Path("/dev/shm")
     return {path.name for path in folder.iterdir() if path.stat().st_uid == os.getuid() and "dovetail" in path.name} if folder.is_dir() else set()

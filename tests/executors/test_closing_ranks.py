@@ -1,4 +1,4 @@
-"""Closing a rank on a GPU, here one that is pretended: it never waits for ever, and releases things in an order in which it needn't wait."""
+"""Closing a rank on a (simulated) GPU: it never waits forever, and releases resources in an order that avoids waiting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Part:
 
 
 class Stream:
-    """A stream whose kernels end when `is_over` says so."""
+    """A stream whose kernels end when `is_over` returns True."""
 
     def __init__(self, is_over: Callable[[], bool]) -> None:
         self.query = is_over

@@ -192,7 +192,7 @@ def _error(call: Callable[[], None]) -> DovetailError | None:
 
 @contextmanager
 def _killing(chance: random.Random, after_s: float) -> Iterator[threading.Event]:
-    """Kill one rank of this process's, so many seconds after the first is there."""
+    """Kill one of this process's ranks, this many seconds after the first has started."""
     killed, over = threading.Event(), threading.Event()
 
     def run() -> None:

@@ -1,6 +1,4 @@
-"""Several ranks generate the tokens of one: whatever is around a request, whatever the model's sizes, as long as they can be split; and whoever wrote
-the components.
-"""
+"""Several ranks generate the same tokens as one: with any other requests, any model sizes that can be split, and third-party components."""
 
 from __future__ import annotations
 

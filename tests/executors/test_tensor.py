@@ -68,7 +68,7 @@ def test_each_rank_but_the_first_is_a_process(two: LLMEngine) -> None:
 
 @pytest.fixture(scope="module")
 def other(two: LLMEngine) -> Iterator[LLM]:
-    """Another engine of two ranks in the same process, asked for with vLLM's argument in a program that gives all sockets a time limit."""
+    """Another engine of two ranks in the same process, started with vLLM's argument in a program that sets a default socket timeout."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(600.0)
     with LLM(tensor_parallel_size=2, **{**SETTINGS, "device": "cpu"}) as llm:

@@ -1,4 +1,4 @@
-"""No chat template hurts the engine: each way to compute for ever, or to fill the memory, is refused by the name of a limit."""
+"""No chat template harms the engine: endless computation and memory exhaustion are stopped with an error that names the limit."""
 
 from __future__ import annotations
 

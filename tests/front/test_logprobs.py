@@ -26,7 +26,7 @@ def step(seed: int, rows: int = 3, columns: int = 4) -> HostLogprobs:
 
 
 def plain(hosts: HostLogprobs, position: int, asked: int) -> TokenLogprobMap:
-    """The definition: the token itself, then the likeliest that are asked for and aren't it."""
+    """The definition: the token itself, then the requested number of most likely other tokens."""
     ids, values = hosts.token_ids[position].tolist(), hosts.logprobs[position].tolist()
     alternatives = {ids[place]: Logprob(values[place], place) for place in range(1, 1 + asked) if ids[place] != ids[0]}
     return {ids[0]: Logprob(values[0], int(hosts.ranks[position])), **alternatives}

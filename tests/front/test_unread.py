@@ -88,7 +88,7 @@ def test_the_end_comes_after_what_came_before_it_and_stays() -> None:
 
 
 def test_what_waits_takes_the_memory_of_the_answer() -> None:
-    """900 tokens that nobody reads: cumulative outputs were 3 MB of token ids alone, and as many deltas 0.5 MB."""
+    """900 unread tokens: cumulative outputs would need 3 MB for token ids alone, and separate deltas 0.5 MB."""
     for is_delta in (False, True):
         tracemalloc.start()
         try:

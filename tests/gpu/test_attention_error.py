@@ -23,13 +23,13 @@ def backend_of(name: str) -> type[AttentionBackend]:
 
 
 def round_inputs(bench: Bench) -> None:
-    """Q, K and V that the dtype can tell: else the oracle would see other numbers."""
+    """Round Q, K and V to the dtype; otherwise the oracle would get different numbers."""
     for tensors in (bench.q, bench.k, bench.v):
         tensors[:] = [[torch.from_numpy(row).to(bench.dtype).double().numpy() for row in layer] for layer in tensors]
 
 
 def torch_attends(bench: Bench) -> NDArray[np.float64]:
-    """torch's scaled dot product over each row by itself, nothing paged."""
+    """Compute torch's scaled dot-product attention for each row separately, without paging."""
     case, rows = bench.case, []
     for row, (q, k, v) in enumerate(zip(bench.q[0], bench.k[0], bench.v[0], strict=True)):
         queries, keys, values = (torch.from_numpy(x).to("cuda", bench.dtype).transpose(0, 1)[None] for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Masks within strings of bounded length are made of a table and of what the library says of the other tokens; the library alone is the oracle."""
+"""Masks in strings of bounded length are computed from a table and, for other tokens, by the library; the library alone is the oracle."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_every_mask_of_an_object_is_the_library_s_own_whichever_keys_it_may_have
 
 
 class Counted:
-    """One of the library's matchers that counts the masks which it and its copies are asked for."""
+    """A matcher of the library that counts the masks computed by it and its copies."""
 
     def __init__(self, inner: Any, asked: list[None]) -> None:
         self._inner, self._asked = inner, asked

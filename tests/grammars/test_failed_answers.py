@@ -1,4 +1,4 @@
-"""An answer that can't go on fails in every call from then on, and alone."""
+"""An answer that can't continue fails in every later call, without affecting others."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def request(index: int, arrival_s: float = 0.0, prompt: int = 10, output: int = 
 
 
 def engine(*, executor: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """Without overlap, and with room for all: what a step takes can be told by hand."""
+    """Without overlap, and with enough memory: step times can be computed by hand."""
     simulated = {"name": "simulated", "num_blocks": 2000, "step_time": LINEAR, **(executor or {})}
     config = {"scheduler": "fcfs", "pace": None, "kv_cache": {"name": "prefix", "reuse": False}, "executor": simulated}
     return {**config, "overlap": False, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 512, **changes}

@@ -19,7 +19,7 @@ OUTPUT = 11  # tokens: an answer fills a block of its own, and more
 
 
 def chats(count: int) -> list[tuple[int, ...]]:
-    """Prompts as lists of hash ids, as in Mooncake's trace: each goes on from an earlier one, perhaps cut short, or begins anew."""
+    """Prompts as lists of hash ids, as in Mooncake's trace: each continues an earlier one, possibly truncated, or is new."""
     rng = random.Random(7)
     made: list[tuple[int, ...]] = [(0, 1)]
     for fresh in range(2, 2 * count, 2):

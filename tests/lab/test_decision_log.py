@@ -218,7 +218,7 @@ def test_a_place_that_cannot_hold_it_is_refused_at_once(path: str, tmp_path: Pat
 
 @pytest.mark.parametrize(("others", "why"), [(0, "Too many levels of symbolic links"), (1, "Too many"), (1, "embedded null byte")])
 def test_a_file_that_cannot_be_opened_keeps_the_engine_from_starting(tmp_path: Path, others: int, why: str) -> None:
-    """Whoever runs as root may open what isn't theirs, but nobody a link to itself, or a name that holds a zero byte."""
+    """Root may open files without permission, but not a link to itself, or a name with a zero byte."""
     path, other = tmp_path / "link", tmp_path / "decisions.json"
     path.symlink_to(path)
     observers = [{"name": "decision_log", "path": str(one)} for one in [other] * others + [path if why.startswith("Too") else f"{path}\0"]]

@@ -1,4 +1,4 @@
-"""Requests with a grammar in a simulation: who has one, when it is ready, and what its masks cost."""
+"""Requests with a grammar in a simulation: which have one, when it is ready, and the cost of its masks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE: dict[str, Any] = {"compile_s": 0, "mask_row_s": 0, "accept_s": 0, "late_sa
 
 
 def ran(*requests: Any, overlap: bool = True, **executor: Any) -> RunResult:
-    """Steps take `STEP_S` each, whatever is in them; grammars cost what is said, and nothing else."""
+    """Each step takes `STEP_S`, regardless of its contents; only grammars add the given costs."""
     options = {"step_time": {"kind": "linear", "base_s": STEP_S}, "plans_late": False, **FREE, **executor}
     return replay(engine(executor=options, overlap=overlap), trace(*requests))
 

@@ -1,4 +1,4 @@
-"""Guesses of lengths: honest, repeatable, the same for every policy."""
+"""Predicted lengths: correct, repeatable, the same for every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated executor under the real engine: time is what the model says, and nobody but the executor knows how long an answer will be."""
+"""The simulated executor under the real engine: the model determines times, and only the executor knows the length of an answer."""
 
 from __future__ import annotations
 

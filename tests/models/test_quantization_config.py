@@ -178,7 +178,7 @@ def test_a_method_that_several_plugins_know_is_the_built_ins_unless_another_is_n
 
 
 class Theirs(Quantization):
-    """Somebody else's way to read AWQ."""
+    """A third-party reader of AWQ."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None: ...
 
@@ -187,7 +187,7 @@ class Theirs(Quantization):
 
 
 class Faulty(Quantization):
-    """Somebody else's, which `fault` says how to break."""
+    """A third-party format that is broken as `fault` says."""
 
     fault = ""
 

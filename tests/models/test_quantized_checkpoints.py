@@ -51,7 +51,7 @@ def test_a_quantized_checkpoint_writes_what_its_dequantized_weights_do(directory
 
 @pytest.mark.parametrize("directory", ALL, ids=lambda path: path.name)
 def test_weights_take_no_more_room_than_in_the_checkpoint(directory: Path) -> None:
-    """What other libraries keep in 16 bits is in float32 here; nothing else of a layer may grow."""
+    """Tensors that other libraries keep in 16 bits are in float32 here; nothing else of a layer may grow."""
     tensors = load_file(directory / "model.safetensors")
     model = loaded(directory).module
     for name in ("q_proj", "k_proj", "v_proj"):

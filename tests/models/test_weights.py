@@ -1,4 +1,4 @@
-"""Weights come from safetensors files, each to its place, once; whatever is wrong with the files is said."""
+"""Weights are loaded from safetensors files, each once into its parameter; errors in the files are reported."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def with_one_more(module: Any, *names: str) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rule_can_transform_what_the_checkpoint_holds(tmp_path: Path, rank: int, dtype: torch.dtype) -> None:
-    """In float32, whatever the checkpoint holds: 1 + w in bfloat16 would lose what is small."""
+    """In float32 for any checkpoint dtype: 1 + w in bfloat16 would lose small values."""
     saved(tmp_path, dtype=dtype, num_key_value_heads=2)
     config, group = small(num_key_value_heads=2), FakeGroup(rank, 2)
     plain, transformed = build(config, parallel=group), with_one_more(build(config, parallel=group), "norm", "q_proj", "down_proj")

@@ -60,7 +60,7 @@ NEEDED = {"head_dim": 16, "num_key_value_heads": 2}  # for types whose configs l
 
 
 def tiny(model_type: str) -> Any:
-    """Raises whatever transformers raises for a config that it can't make."""
+    """Raises any error of transformers for a config that it can't create."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     text = default.get_text_config(decoder=True)

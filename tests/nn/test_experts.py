@@ -49,7 +49,7 @@ def some_experts(hidden: int, inner: int, count: int, dtype: torch.dtype, seed: 
 
 
 def by_definition(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """In float64, token by token, but for the rounding of what lies between the two layers."""
+    """Compute in float64, token by token, except for rounding between the two layers."""
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token in range(len(x)):
         for slot, expert in enumerate(ids[token].tolist()):

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The kernels of each weight format compute what dequantizing and multiplying gives, whatever stands around the layer."""
+"""The kernels of each weight format compute the same as dequantizing and multiplying, with any fused operations around the layer."""
 
 from __future__ import annotations
 

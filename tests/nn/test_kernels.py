@@ -368,7 +368,7 @@ def test_logprobs_of_a_row_without_numbers_are_of_tokens_that_exist(value: float
 
 @dataclass
 class Layer(AttentionLayer):
-    """Keeps what it was told to write; or lays its cache open, with strides of its own, NaN where nothing was written."""
+    """Records what is written; or exposes its cache, with unusual strides and NaN where nothing was written."""
 
     spec: LayerSpec
     slots: torch.Tensor

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Kernel:
-    """Notes what it is asked for, as a kernel of Triton's."""
+    """Records its launches, in place of a Triton kernel."""
 
     def __init__(self, *any_number: bool) -> None:
         self.params = [SimpleNamespace(do_not_specialize=it) for it in any_number or (False,) * 4]

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels can alw
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The kernels that were asked for in vain, from here on: all that would be launched on a Hopper."""
+    """Record requests for unavailable kernels from here on: all that would be launched on a Hopper GPU."""
     names: set[str] = set()
 
     def fail(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> NoReturn:
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 class Echo(AttentionLayer):
-    """Attention that answers with the question, and remembers what was written."""
+    """Attention that returns its queries, and records what was written."""
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec

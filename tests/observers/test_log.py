@@ -17,7 +17,7 @@ from dovetail_observers.log import LogObserver, LogOptions
 
 @dataclass
 class Wall:
-    """Wall time that stands still until it is moved."""
+    """Wall time that changes only when set."""
 
     time: float = 100.0
 

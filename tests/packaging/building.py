@@ -20,7 +20,7 @@ PIP_OPTIONS = ("--quiet", "--disable-pip-version-check", "--no-build-isolation")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints. pip reads no configuration: it knows the index that it is told of, and no other."""
+    """Return a command's output. pip reads no configuration: it uses only the given index."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHONPATH"))}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "DOVETAIL_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
@@ -71,7 +71,7 @@ def pip_install(python: Path, *what: str | Path, index: str) -> None:
 
 @contextmanager
 def serve_index(wheels: Sequence[Path], folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """An index of these wheels (PEP 503) on this machine: its address, and the paths that it is asked for."""
+    """Serve an index of these wheels (PEP 503) on this machine. Yields its address, and the requested paths."""
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):

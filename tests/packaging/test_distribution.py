@@ -1,4 +1,4 @@
-"""The distribution is called dovetail-llm wherever pip is told of it, and what is uploaded holds what it should."""
+"""The distribution is called dovetail-llm wherever pip is used, and uploads contain the right files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_new_packages_install_in_a_clean_venv_from_an_index_that_holds_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """The index has Dovetail alone, and the venv all that Dovetail needs. One package needs the extra `torch`."""
+    """The index has only Dovetail, and the venv has Dovetail's dependencies. One package needs the extra `torch`."""
     projects = [write_package("observer", "mine", tmp_path), write_package("sampler", "other", tmp_path)]
     python = make_venv(tmp_path)
     with serve_index([wheel], tmp_path / "index") as (index, asked):

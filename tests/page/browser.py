@@ -76,8 +76,8 @@ class Browser:
         return result
 
     def open(self, url: str, *, width: int = 1100, scheme: str = "light") -> None:
-        """Show a page, in a window of this width, to somebody who prefers this colour scheme. It isn't `mobile`: such a window
-        grows with what sticks out."""
+        """Open a page in a window of this width with this preferred colour scheme. `mobile` isn't set: such a window grows with overflowing
+        content."""
         self.errors.clear()
         self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.command("Emulation.setScrollbarsHidden", hidden=True)

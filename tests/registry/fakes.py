@@ -80,7 +80,7 @@ class Site:
 
 @contextmanager
 def modules_forgotten(path: Path) -> Iterator[None]:
-    """What is imported from a folder meanwhile is forgotten, so that another test can import its own of that name."""
+    """Forget modules imported from a folder in the block, so that another test can import its own of that name."""
     try:
         yield
     finally:

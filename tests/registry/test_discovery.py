@@ -1,4 +1,4 @@
-"""Finding and loading: a bad plugin is recorded with its name, and everybody else goes on."""
+"""Discovery and loading: a bad plugin is recorded with its name, and all others work."""
 
 from __future__ import annotations
 

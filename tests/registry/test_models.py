@@ -1,4 +1,4 @@
-"""A model's name: bundled, a directory, or a hub id; never two of these without being told."""
+"""A model's name: bundled, a directory, or a hub id; ambiguity is reported."""
 
 from __future__ import annotations
 

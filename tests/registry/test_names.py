@@ -31,7 +31,7 @@ def test_built_ins_answer_to_the_name_of_the_module_and_of_the_distribution() ->
 
 @pytest.mark.parametrize("name", ["dovetail", "Dovetail"])
 def test_a_distribution_called_dovetail_is_never_taken_for_the_built_ins(site: Site, name: str) -> None:
-    """It may be an older Dovetail, left behind by an upgrade, or anybody's."""
+    """It may be an older Dovetail left by an upgrade, or a third party's."""
     site.install_scheduler(name, "fcfs")
     registry = Registry.discover()
     assert registry.resolve("scheduler", "dovetail:fcfs").distribution == DISTRIBUTION

@@ -30,7 +30,7 @@ SMALL = Path(__file__).parent.parent / "models" / "quantized" / "ct-fp8-dynamic"
 
 @dataclass(frozen=True, slots=True)
 class Halved(StoredFormat):
-    """Of somebody else's: weights are kept in half, and twice as large. It has no kernels, so the twin computes."""
+    """A third-party format: weights are stored in half precision, doubled. It has no kernels, so the twin computes."""
 
     def allocate(self, weight: Weight, device: torch.device) -> StoredWeight:
         return StoredWeight(self, weight, torch.empty(weight.shape, dtype=torch.float16, device=device), torch.tensor(2.0))

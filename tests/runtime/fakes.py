@@ -58,7 +58,7 @@ class TinyModel(nn.Module):
 
 
 class Greedy(Sampler):
-    """The likeliest token; it remembers what it was told."""
+    """Samples the most likely token, and records what it was told."""
 
     def prepare(self, max_rows: int) -> None:
         self.rows: dict[int, RowSampling] = {}
@@ -165,7 +165,7 @@ class Bench:
 
 
 def generate(prompt: Sequence[int], count: int) -> list[int]:
-    """What the tiny model says after a prompt, run whole and alone, each token from scratch: the oracle of the runner's tests."""
+    """Return the tiny model's tokens after a prompt, each computed from scratch and without other requests: the oracle of the runner's tests."""
     tokens = list(prompt)
     for _ in range(count):
         bench = Bench(max_rows=1, block_size=64, num_blocks=1)

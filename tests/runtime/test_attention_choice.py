@@ -1,4 +1,4 @@
-"""Which attention backend serves a model, and what is told if none will do."""
+"""Choice of the attention backend for a model, and the error if none fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device an executor's option means, and what is told if it isn't there."""
+"""The device that an executor's option selects, and the error if it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The row state against plain lists: whatever rows come, grow and go, it holds what it was told."""
+"""The row state against plain lists: for any rows that are added, grow and are removed, it holds what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: however a request is cut into steps, wherever it sits, it gets the tokens that it gets alone."""
+"""The runner: a request gets the same tokens as alone, for any division into steps and any row."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_chunked_and_batched_is_what_whole_and_alone_is(prompts: list[list[int]]
 
 
 def logits_after(tokens: list[int]) -> torch.Tensor:
-    """[1, vocab], of the tokens run whole and alone."""
+    """Return [1, vocab] logits of the tokens in one step without other requests."""
     bench = Bench(max_rows=1, block_size=64, num_blocks=1)
     bench.run({0: len(tokens)}, [bench.new(0, tokens)])
     return bench.sampler.last_logits

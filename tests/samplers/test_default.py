@@ -1,4 +1,4 @@
-"""The sampler as a whole: a row's token is its own, whatever shares its batch; seeds; logprobs; types."""
+"""The whole sampler: a row's token doesn't depend on other rows in the batch; seeds; logprobs; types."""
 
 from __future__ import annotations
 

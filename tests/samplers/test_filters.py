@@ -39,7 +39,7 @@ def expected(logits: np.ndarray, sampling: RowSampling) -> list[int]:
 
 
 def away_from_the_edge(logits: np.ndarray, top_k: int, top_p: float) -> bool:
-    """No partial sum lies so close to top_p that rounding decides."""
+    """Return True if no partial sum is so close to top_p that rounding decides."""
     weights = np.sort(np.exp(logits - logits.max()))[::-1][: top_k or None]
     return bool((np.abs(np.cumsum(weights) / weights.sum() - top_p) > 1e-5).all())
 

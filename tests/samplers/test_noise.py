@@ -1,4 +1,4 @@
-"""The noise: uniform, exponential, unrelated across ids, positions and seeds, and a function of these three alone."""
+"""The noise: uniform, exponential, independent across ids, positions and seeds, and a function of only these three."""
 
 from __future__ import annotations
 

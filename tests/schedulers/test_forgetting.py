@@ -144,7 +144,7 @@ def played(policy: type[Scheduler], options: BaseModel, acts: list[tuple[str, An
 
 
 class Bench:
-    """Counters without an engine: who waits and who runs, and what the counters are told of it."""
+    """Counters without an engine: waiting and running requests, and the calls that tell the counters about them."""
 
     def __init__(self, counters: Counters) -> None:
         self.counters = counters

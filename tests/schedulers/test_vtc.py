@@ -56,7 +56,7 @@ def test_one_of_each_client_is_admitted_in_turn_and_no_client_is_a_client_too() 
 
 
 def test_samples_of_one_prompt_are_charged_for_it_once() -> None:
-    """So a client that asks for four answers to one prompt pays for a prompt and four answers."""
+    """A client that requests four answers to one prompt pays for one prompt and four answers."""
     world = World(VTC, Shape(max_seqs=8, max_tokens=64), VTCOptions())
     world.add(Spec("four", tuple(range(PROMPT)), n=4, max_tokens=ANSWER, client="four"))
     world.drain()

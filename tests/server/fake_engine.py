@@ -1,4 +1,4 @@
-"""`FakeEngine`: a `ServedEngine` with scripted answers, for tests of routes and for measuring the HTTP side alone."""
+"""`FakeEngine`: a `ServedEngine` with scripted answers, for tests of routes and for measuring only the HTTP side."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ class FakeEngine:
             request.listener.on_error(EngineDeadError(reason))
 
     async def until_requests(self, number: int) -> None:
-        """Wait until so many requests are under way."""
+        """Wait until this many requests are active."""
         await self._until(lambda: len(self.requests) == number)
 
     async def until_aborted(self, number: int) -> None:
-        """Wait until so many have been aborted."""
+        """Wait until this many have been aborted."""
         await self._until(lambda: len(self.aborted) >= number)
 
     async def _until(self, condition: Any) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of requests: none takes for ever to come, and all together take bounded memory, whatever their clients do."""
+"""Request bodies: each must arrive within a time limit, and all together take bounded memory, whatever their clients do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Other sites' pages: what a browser sends for them isn't served, unless the server was told to, or has API keys, which pages haven't."""
+"""Cross-origin requests: a browser's requests for other sites' pages are rejected, unless allowed, or the server has API keys, which such pages don't
+know."""
 
 from __future__ import annotations
 

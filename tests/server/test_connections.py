@@ -1,5 +1,5 @@
-"""Clients that mean harm below HTTP, with heads, trailers and bodies that never end, connections that say nothing or are lost, and requests sent
-ahead: each harms itself alone."""
+"""Malicious clients below HTTP, with endless headers, trailers and bodies, silent or lost connections, and pipelined requests: each harms only
+itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Bodies that nobody in their right mind sends, to every endpoint that `/openapi.json` describes: the server answers each, never with a 5xx, and logs
-one line for each."""
+"""Absurd bodies for every endpoint in `/openapi.json`: the server answers each, never with a 5xx, and logs one line for each."""
 
 from __future__ import annotations
 

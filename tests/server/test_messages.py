@@ -313,7 +313,7 @@ async def test_a_stream_whose_client_goes_away_leaves_no_timer(fake: Callable[..
 
 
 async def events_until(lines: AsyncIterator[str], kind: str, number: int) -> list[str]:
-    """The types of a stream's events, up to so many of one type."""
+    """Return the types of a stream's events, up to this many of one type."""
     kinds: list[str] = []
     async for line in lines:
         if line.startswith("event: "):

@@ -23,7 +23,7 @@ from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER_CLIENTS
 
 @dataclass
 class IdleEngine:
-    """An engine that has an info and a load, and does nothing. Its clock stands still."""
+    """An idle engine with an info and a load. Its clock doesn't move."""
 
     load: Load = field(default_factory=Load)
     info: EngineInfo = field(
@@ -38,7 +38,7 @@ class IdleEngine:
 
 @dataclass
 class Clock:
-    """A clock that stands still until it is moved."""
+    """A clock that changes only when set."""
 
     time: float = 100.0
 

@@ -1,4 +1,4 @@
-"""`dovetail serve` as processes: whichever of them is killed, clients are told, the others do what they should, and nothing stays behind."""
+"""`dovetail serve` as processes: whichever is killed, clients get an error, the others react correctly, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RemoteEngine` and `EngineHost`: what comes out at a front end is what the offline engine gives, whatever is between them."""
+"""`RemoteEngine` and `EngineHost`: a front end returns the same as the offline engine, regardless of the transport."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def ask(engine: Any, name: str, prompt: Any, params: SamplingParams, *, is
 
 
 def many_params() -> list[SamplingParams]:
-    """64 requests that end in all ways, and ask for all that there is."""
+    """64 requests that end in all ways, and use all parameters."""
     kinds: list[dict[str, Any]] = [
         {},
         {"stop": ["the", ","], "max_tokens": 60},
@@ -60,7 +60,7 @@ def essence(samples: Any) -> list[Any]:
 
 
 def own_logprobs(positions: Any) -> list[float]:
-    """The log-probabilities of the tokens themselves. Their last bits depend on what else is in the batch."""
+    """Return the log-probabilities of the tokens themselves. Their last bits depend on the rest of the batch."""
     return [next(iter(position.values())).logprob for position in positions or () if position]
 
 

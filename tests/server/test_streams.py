@@ -1,4 +1,4 @@
-"""Streams: what is written arrives, errors amidst one are told, and whoever goes or reads too slowly leaves nothing behind."""
+"""Streams: everything written arrives, errors within a stream are sent, and clients that leave or read too slowly leave nothing behind."""
 
 from __future__ import annotations
 

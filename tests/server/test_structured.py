@@ -220,7 +220,7 @@ def test_responses_and_messages_say_that_a_call_was_cut_off(url: str, api: opena
 
 
 def test_a_call_goes_round(api: openai.OpenAI) -> None:
-    """The conversation goes on with the call and its result."""
+    """The conversation continues with the call and its result."""
     [call] = ask(api, TEMPLATES["hermes"], tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
     messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call.model_dump()]}, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     template = "{% for message in messages %}{{ message.tool_calls }}{{ message.content }}{% endfor %}" + TEMPLATES["hermes"]

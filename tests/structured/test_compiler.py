@@ -1,4 +1,5 @@
-"""The compiler of rules: each spec once, what fails fails alone, what takes too long is given up and keeps nobody waiting."""
+"""The compiler of rules: each spec is compiled once, failures affect only their own request, and slow compilations are abandoned without delaying
+others."""
 
 from __future__ import annotations
 

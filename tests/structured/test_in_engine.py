@@ -1,4 +1,4 @@
-"""Rules in an engine of the demo model: who asks for them waits for them alone, and gets what it asked for, or the reason."""
+"""Rules in an engine of the demo model: only requests with rules wait for them, and get a matching answer or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Structured` as a value: exactly one rule, checked when made, whatever its spelling."""
+"""`Structured` as a value: exactly one rule, checked on construction, in every spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A grammar backend that a test can see through: it knows choices alone, and answers to a few words as a test wants it."""
+"""A simple grammar backend for tests: it supports only choices, and certain words make it fail or wait."""
 
 from __future__ import annotations
 

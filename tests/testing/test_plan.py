@@ -12,7 +12,7 @@ from dovetail.testing import make_request, plan
 
 
 class ShortestFirst(Scheduler):
-    """The policy under test: who has the least left to compute goes first, and nobody who is late goes at all."""
+    """The policy under test: requests with the least remaining work go first, and late ones don't run at all."""
 
     def schedule(self, step: Step) -> None:
         step.grant_each(step.running)

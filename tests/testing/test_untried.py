@@ -1,4 +1,4 @@
-"""A claim that this machine can't try is told in the verdict, and counts neither as passed nor as absent."""
+"""A claim that this machine can't test is reported in the verdict, and counts neither as passed nor as absent."""
 
 from __future__ import annotations
 
