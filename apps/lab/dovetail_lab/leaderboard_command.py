@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def leaderboard(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where to write the page, and each run when it ends; run again to go on.")],
-    only: Annotated[str | None, typer.Option("--only", metavar="NAME,…", help="Some of the schedulers.  [default: all that are installed]")] = None,
-    traces: Annotated[str | None, typer.Option("--traces", metavar="NAME,…", help="Some of chat, code, agents, overload.  [default: all]")] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the page and the finished runs; run again to resume.")],
+    only: Annotated[str | None, typer.Option("--only", metavar="NAME,…", help="Subset of the schedulers.  [default: all installed]")] = None,
+    traces: Annotated[str | None, typer.Option("--traces", metavar="NAME,…", help="Subset of chat, code, agents, overload.  [default: all]")] = None,
     seeds: Annotated[int, typer.Option("--seeds", metavar="N", help="Number of runs on each trace, with seeds from 0.")] = 5,
     jobs: Jobs = None,
 ) -> None:

@@ -49,7 +49,7 @@ TICK_S = 0.05  # how often replicas meet while requests wait for others
 
 
 class Due(Enum):
-    """What is due when replicas meet."""
+    """The next event when replicas synchronize."""
 
     ARRIVAL = "a request is routed"
     REPORT = "loads are reported"

@@ -1,5 +1,5 @@
-"""`Followers`: the requests of a closed loop. A follower arrives some time after the requests that it waits for have ended: the next turn of a chat
-after the answer was read, or of an agent after its tool has run. So a slow engine gets its next requests later."""
+"""`Followers`: requests of a closed loop. A follower arrives a given time after its predecessors have ended: the next turn of a chat after the
+answer was read, or of an agent after its tool has run. So a slow engine gets its next requests later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail_lab.traces.transform import arriving_at
 
 
 class Released(NamedTuple):
-    """A follower that now has an arrival time. Sorted by arrival, then by its place in the trace."""
+    """A follower whose arrival time is now known. Sorts by arrival, then by index in the trace."""
 
     arrival_s: float  # since the trace began
     place: int
@@ -20,7 +20,7 @@ class Released(NamedTuple):
 
 
 class Followers:
-    """The requests of a trace that wait for others. Those whose predecessors aren't in the trace, such as in a slice, wait for nobody.
+    """Requests of a trace that wait for others. Those whose predecessors aren't in the trace, such as in a slice, don't wait.
 
     Raises `TraceError` if one waits for itself, or for a later request.
     """
@@ -40,14 +40,15 @@ class Followers:
                 self._followers.setdefault(id, []).append(request)
 
     def __len__(self) -> int:
-        """The number of requests that wait."""
+        """Number of waiting requests."""
         return len(self._waits_for)
 
     def __contains__(self, id: str) -> bool:
         return id in self._waits_for
 
     def ended(self, id: str, time_s: float) -> Iterator[Released]:
-        """Note that a request completed at `time_s` since the trace began. Yields the requests that waited for it last, each with its arrival."""
+        """Record that a request completed `time_s` after the start of the trace. Yields the requests whose last predecessor it was, each with its
+        arrival."""
         for request in self._followers.pop(id, ()):
             missing = self._waits_for.get(request.id, set())
             missing.discard(id)
@@ -56,8 +57,8 @@ class Followers:
                 yield Released(arrival_s, self._places[request.id], arriving_at(request, arrival_s))
 
     def failed(self, id: str, time_s: float) -> Iterator[tuple[TraceRequest, str]]:
-        """Note that a request was rejected, or failed. Yields what can't be sent then, as there is no answer that it could go on from, and why: all
-        that wait for it, and for these."""
+        """Record that a request was rejected or failed. Yields the requests that then can't be sent, for lack of an answer to continue, with the
+        reason: all that directly or indirectly wait for it."""
         for request in self._followers.pop(id, ()):
             if self._waits_for.pop(request.id, None) is not None:
                 yield arriving_at(request, time_s), f"it was to follow {id}, which didn't complete"

@@ -1,4 +1,4 @@
-"""What begins and ends a request. A `Gate` holds an arrived one back from the policy, while a sibling computes its prompt or its grammar is compiled;
+"""The start and end of a request. A `Gate` holds an arrived one back from the policy, while a sibling computes its prompt or its grammar is compiled;
 once all gates are open the policy sees it, at its own arrival time. `Finish` is the reason why it ended, and a `TokenWatcher` may end it at a
 token."""
 

@@ -1,4 +1,4 @@
-"""What an engine tells of itself: `EngineStats`, its counts; `ObserverHub`, which notifies observers and contains their errors, except a
+"""An engine's reports: `EngineStats`, its counts; `ObserverHub`, which notifies observers and contains their errors, except a
 `ConfigError` at start; `StormWatch`, a warning of excessive recomputation."""
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _in_words(template: ChatTemplate, refusal: Mapping[str, Any], limits: Limits
 
 
 def _place(template: ChatTemplate, refusal: Mapping[str, Any]) -> str:
-    """Tell where it failed. Whoever sent the template also hears why, in Jinja's words."""
+    """Return where it failed. The sender of a template also gets Jinja's reason."""
     why = f": {refusal['reason']}" if template.given else "; something there is missing, or of another type than it expects"
     if (line := refusal["line"]) is None:
         return why

@@ -21,17 +21,17 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """gate * sigmoid(alpha * gate) * (up + 1), of a gate that is cut off above `limit`, and an up cut off beyond +-`limit`. That of gpt-oss."""
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to at most `limit`, and up to +-`limit`. Used by gpt-oss."""
 
     alpha: float
     limit: float
 
 
-Activation = str | ClampedSwiGLU  # one of `ACTIVATIONS`, which is multiplied by up; or another function of both
+Activation = str | ClampedSwiGLU  # a key of `ACTIVATIONS`, multiplied by up; or another function of both
 
 
 def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation of gate_up [tokens, 2 * size], whose first half is the gate -> [tokens, size]."""
+    """Apply the activation to gate_up [tokens, 2 * size], gate first -> [tokens, size]."""
     if isinstance(activation, str):
         return act_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and models of the same shape (GLM-4.7-Flash): latent attention, and experts chosen in groups beside shared ones."""
+"""DeepSeek-V2 and V3, and models of the same architecture (GLM-4.7-Flash): latent attention, and grouped routed experts plus shared ones."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DeepseekV3(DecoderArch):
             *(*_SIZES, "q_lora_rank", "qk_head_dim", "attention_bias", "rope_interleave"),
             *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
             *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
-            *("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),  # predict further tokens, are of training
-            *("scoring_func", "topk_method", "aux_loss_alpha", "seq_aux", "moe_layer_freq", "ep_size"),  # checked below, or of training
+            *("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),  # for multi-token prediction and training
+            *("scoring_func", "topk_method", "aux_loss_alpha", "seq_aux", "moe_layer_freq", "ep_size"),  # checked below, or only for training
         }
     )
     scoring, method, pair = "sigmoid", "noaux_tc", 2
@@ -158,7 +158,7 @@ class Glm4MoeLite(DeepseekV3):
 
 
 def _scale(config: Any) -> float:
-    """Return the multiplier of scores, in which a scaled rotary embedding has a part."""
+    """Return the multiplier of scores, including that of a scaled rotary embedding."""
     scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") != "default" and (all_dim := rope.get("mscale_all_dim")):

@@ -18,7 +18,7 @@ class Grouping:
     scoring: str  # "softmax" or "sigmoid" of the logits
     groups: int  # of equal size
     kept: int  # best groups of a token
-    pair: int  # a group is as good as the sum of so many of its best experts
+    pair: int  # a group's score is the sum of this many best scores of its experts
     scale: float  # multiplies the weights
     corrected: bool  # a learned bias of each expert counts in the choice, not in the weights
 

@@ -23,7 +23,7 @@ from dovetail.nn.parameter import Part, Weight, share
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation, apply_rotary
 
-INNER_EPS = 1e-6  # of the norms of latents, whatever the config's own is
+INNER_EPS = 1e-6  # of the norms of latents, regardless of the config
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,14 @@ from dovetail.nn.residual import Residual
 
 @dataclass(slots=True)
 class ExpertLayers:
-    """The layers of a mixture of experts, in some format: for each expert gate and up as one [2 * inner, hidden], and down [hidden, inner]."""
+    """Layers of a mixture of experts, in some format: for each expert gate and up merged [2 * inner, hidden], and down [hidden, inner]."""
 
-    gate_up: Sequence[Any]  # what the format's `allocate_experts` made
+    gate_up: Sequence[Any]  # from the format's `allocate_experts`
     down: Sequence[Any]
     gate_up_bias: torch.Tensor | None  # [experts, 2 * inner]
     down_bias: torch.Tensor | None  # [experts, hidden]
     activation: Activation
-    for_kernels: Any = None  # what the format makes of them at first, to be given to its kernels
+    for_kernels: Any = None  # the format's arguments for its kernels, created on first use
 
 
 class WeightFormat(ABC):
@@ -74,14 +74,14 @@ class WeightFormat(ABC):
         return [self.allocate(weight, device) for weight in weights]
 
     def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """-> [parts, tokens, hidden], float32 or like x, whose sum over the parts is what the experts make of x [tokens, hidden]: token t has the
-        k experts ids[t], int32, each times its number in weights [tokens, k] float32."""
+        """-> [parts, tokens, hidden], float32 or like x, whose sum over the parts is the experts' output for x [tokens, hidden]: token t has the k
+        experts ids[t], int32, each weighted by weights [tokens, k] float32."""
         return plain_experts(self, layers, x, ids, weights)
 
 
 def plain_experts(form: WeightFormat, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The twin of all kernels for experts: one expert after the other. On a CPU it computes the tokens that have chosen it, and elsewhere all, so
-    that the shapes are the same in every step."""
+    """Twin of all kernels for experts: one expert after the other, on a CPU for the tokens that chose it, on other devices for all tokens, so that
+    shapes are the same in every step."""
     tokens, per_token = ids.shape
     parts = torch.zeros((per_token, tokens, x.shape[1]), dtype=torch.float32, device=x.device)
     for index, (gate_up, down) in enumerate(zip(layers.gate_up, layers.down, strict=True)):
@@ -100,7 +100,7 @@ def plain_experts(form: WeightFormat, layers: ExpertLayers, x: torch.Tensor, ids
 
 
 def in_one_piece(weights: Sequence[nn.Parameter], beside: Sequence[str] = ()) -> Sequence[nn.Parameter]:
-    """Move weights that were just allocated, and tensors that are attributes of each, so that those of all lie behind each other: see `stacked`."""
+    """Move newly allocated weights, and the tensors in their attributes `beside`, so that they are contiguous: see `stacked`."""
     for weight, values in zip(weights, torch.stack([weight.data for weight in weights]), strict=True):
         weight.data = values
     for name in beside:
@@ -111,8 +111,8 @@ def in_one_piece(weights: Sequence[nn.Parameter], beside: Sequence[str] = ()) ->
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors that `in_one_piece` has put behind each other as one, [number of them, ...], which is a view; a copy, in float32, if any has
-    been replaced since."""
+    """Return tensors that `in_one_piece` made contiguous as one, [number of tensors, ...]: a view, or a float32 copy if one has been replaced
+    since."""
     first = tensors[0].detach()
     size = first.numel() * first.element_size()
     if any(each.dtype != first.dtype or each.data_ptr() != first.data_ptr() + index * size for index, each in enumerate(tensors)):

@@ -123,7 +123,7 @@ def _activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: t
 
 @triton.jit
 def _scales_of(scales, expert, outputs, INPUTS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, SHARING: tl.constexpr):
-    """Where the scales of an expert begin, which has so many outputs, or its zeros."""
+    """Return the address of the scales or zeros of an expert with this number of outputs."""
     groups: tl.constexpr = 1 if KIND == 0 or GROUP == 0 else (INPUTS + GROUP - 1) // GROUP
     return scales + expert * (outputs // SHARING * groups)
 
@@ -515,7 +515,7 @@ def _sorted(
 
 
 def choice_for(tokens: int, per_token: int, gate_up: Stored, bytes_each: int = 2) -> Few | Many:
-    """Return the tilings for so many tokens, which have chosen `per_token` experts each, of activations of so many bytes. Measured with
+    """Return the tilings for this number of tokens with `per_token` experts each, and activations of `bytes_each`. Measured with
     `bench.experts` on an H100, for 128 experts of 2,048 x 768."""
     pairs, count = tokens * per_token, len(gate_up.values)
     if tokens == 1 or 4 * pairs < count:  # an expert chosen by two tokens is then read twice
@@ -586,7 +586,7 @@ def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch
 
 
 def takes(kind: int, inputs: int, group: int) -> bool:
-    """True if the kernels multiply weights of so many inputs, whose scales are for `group` of them."""
+    """Return True if the kernels support weights with this number of inputs, and one scale per `group` of them."""
     if kind == INT4:
         return group >= CHUNK or inputs % CHUNK == 0
     return kind == FP4 or group == 0 or (group >= 16 and group & (group - 1) == 0)

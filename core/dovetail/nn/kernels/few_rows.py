@@ -115,7 +115,7 @@ def _linear(
 
 
 def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
-    """Return a tiling for a layer's weight [outputs, inputs], or None if torch is quicker. Measured with `bench.products --tune` on an H200."""
+    """Return a tiling for a layer's weight [outputs, inputs], or None if torch is faster. Measured with `bench.products --tune` on an H200."""
     inputs = weight.shape[1]
     chunk = inputs & -inputs  # largest power of two that divides it
     if gated:
