@@ -57,8 +57,8 @@ class Bucket(Predictor):
 
 
 class Refined(Predictor):
-    """As `noisy` at first. After each `every` generated tokens, the tokens left are estimated again with an independent error, and the errors so far
-    are averaged: the error falls as the answer grows. Such predictors: TRAIL (Shahout et al., ICLR '25, arXiv:2410.01035)."""
+    """Starts like `noisy`. After each `every` generated tokens, the remaining tokens are estimated again with an independent error, and the errors
+    so far are averaged: the error falls as the answer grows. An example is TRAIL (Shahout et al., ICLR '25, arXiv:2410.01035)."""
 
     sigma: float = Field(default=0.5, ge=0, le=10)
     every: int = Field(default=16, ge=1)
@@ -67,14 +67,14 @@ class Refined(Predictor):
         return max(1, round(tokens * math.exp(self.sigma * NormalDist().inv_cdf(first))))
 
     def renewed(self, tokens: int, generated: int, errors: Sequence[float]) -> int:
-        """Return the guess after so many tokens. `errors`: standard normal, one for each estimate so far."""
+        """Return the prediction after `generated` tokens. `errors`: standard normal, one for each estimate so far."""
         left = max(1, tokens - generated) * math.exp(self.sigma * sum(errors) / len(errors))
         return generated + max(1, round(left))
 
 
 @dataclass(frozen=True, slots=True)
 class _Updates:
-    """The updates of a `Refined`. What is drawn depends on the trace's name, the seed, the request and the number of the estimate alone."""
+    """Updates of a `Refined`. Random draws depend only on the trace's name, the seed, the request and the number of the estimate."""
 
     predictor: Refined
     trace: str

@@ -1,8 +1,9 @@
-"""Routers: a `Router` says which of several equal replicas a request goes to, from what a router in front of real engines could know.
+"""Routers: a `Router` chooses one of several equal replicas for each request, using only information that a router in front of real engines could
+have.
 
-It sees the prompt, the session, the loads that the replicas last reported, what was sent to them since, and which requests have ended; on demand
-also how much of the prompt each replica has cached; never how long an answer will be. It is asked once for each request, in the order of arrival, and
-must give the same answers in every run.
+It sees the prompt, the session, the last reported loads of the replicas, the requests sent since, and which requests have ended; optionally how
+much of the prompt each replica has cached; never the length of an answer. It is called once per request, in order of arrival, and must return the
+same choices in every run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dovetail.errors import ConfigError
 from dovetail_lab.calls import Value, parse_call
 from dovetail_lab.token_ids import TokenIds
 
-GROUP = "dovetail_lab.routers"  # of the entry points by which packages name theirs
+GROUP = "dovetail_lab.routers"  # entry-point group for routers of other packages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +43,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request that has ended, as a router sees it that passes answers on."""
+    """A request that has ended, as seen by a router that forwards answers."""
 
     id: str
     session: str | None
@@ -55,7 +56,7 @@ class Completion:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """The load of a replica as it last reported it, and what was sent there since. A request's tokens are those it has: prompt and answer so far."""
+    """A replica's last reported load, and what was sent to it since. A request's tokens: prompt and answer so far."""
 
     waiting: int  # requests
     running: int
@@ -74,22 +75,22 @@ class ReplicaLoad:
 
 
 class Router(Value, ABC):
-    """A way of routing requests to replicas. Fields are its options, as `prefix_aware(blocks=1500)` gives them. What it remembers is in private
-    attributes; each run has a new router."""
+    """A way of routing requests to replicas. Fields are its options, as `prefix_aware(blocks=1500)` gives them. State is in private attributes;
+    each run creates a new router."""
 
     reported_every_s: ClassVar[float] = 0.0  # how often replicas report their loads; 0: at each arrival
-    sees_cache: ClassVar[bool] = False  # True: `ReplicaLoad.cached_tokens` is filled in, as events of the replicas' caches would tell
+    sees_cache: ClassVar[bool] = False  # True: set `ReplicaLoad.cached_tokens`, as known from cache events of the replicas
 
     @abstractmethod
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
-        """Return the index in `replicas` of the one that the request goes to. `replay_replicas` raises `ConfigError` for any other number."""
+        """Return the index in `replicas` of the request's replica. `replay_replicas` raises `ConfigError` for any other number."""
 
     def ended(self, completion: Completion) -> None:
         """Called for each request that has ended, in order of time, before the next request is routed. Does nothing by default."""
 
     @property
     def label(self) -> str:
-        """Its name, with options that aren't the defaults."""
+        """Return its name, with non-default options."""
         own = {name: value for name, value in self.model_dump().items() if value != type(self).model_fields[name].default}
         name = next((name for name, kind in ROUTERS.items() if kind is type(self)), type(self).__name__)
         return name + (f"({', '.join(f'{option}={value}' for option, value in own.items())})" if own else "")
@@ -101,7 +102,7 @@ class Router(Value, ABC):
 
 
 class RoundRobin(Router):
-    """Each replica in turn."""
+    """Chooses each replica in turn."""
 
     _routed: int = PrivateAttr(0)
 
@@ -111,15 +112,15 @@ class RoundRobin(Router):
 
 
 class LeastTokens(Router):
-    """The replica whose requests have the fewest tokens, the first of equal ones."""
+    """Chooses the replica whose requests have the fewest tokens; of equal ones, the first."""
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         return min(range(len(replicas)), key=lambda index: replicas[index].all_tokens)
 
 
 class LeastLoaded(Router):
-    """vLLM's way (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x waiting + running, the first of equal ones. Replicas
-    report every 100 ms; in between each request that was sent counts as waiting."""
+    """Chooses like vLLM (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x waiting + running; of equal ones, the first. Replicas
+    report every 100 ms; in between, each request sent counts as waiting."""
 
     WAITING_COUNTS: ClassVar[int] = 4
     reported_every_s: ClassVar[float] = 0.1
@@ -130,10 +131,10 @@ class LeastLoaded(Router):
 
 
 class PrefixAware(Router):
-    """The replica that was sent the longest beginning of the prompt, as long as the loads are balanced; the one with the fewest tokens if they are
-    not, or if none was sent enough of it. The rule is that of SGLang's cache-aware router; see also Preble (Srivatsa et al., arXiv:2407.00023).
+    """Chooses the replica that was sent the longest prefix of the prompt while loads are balanced; otherwise, or if no prefix is long enough, the
+    one with the fewest tokens. This is the rule of SGLang's cache-aware router; see also Preble (Srivatsa et al., arXiv:2407.00023).
 
-    What was sent is remembered in whole blocks of `block_tokens` tokens, the `blocks` last used for each replica: about what its cache holds.
+    It stores prefixes in whole blocks of `block_tokens` tokens, the `blocks` most recently used for each replica, to approximate its cache.
     """
 
     BALANCED_BY: ClassVar[int] = 64  # loads are unbalanced if the most requests exceed the fewest by more than this
@@ -141,8 +142,8 @@ class PrefixAware(Router):
 
     blocks: int = Field(default=100_000, ge=1)
     block_tokens: int = Field(default=16, ge=1)
-    least_match: float = Field(default=0.5, ge=0, le=1)  # only a match that is a larger share of the prompt is followed
-    _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(default_factory=dict)  # replica -> names of blocks, the last used at the end
+    least_match: float = Field(default=0.5, ge=0, le=1)  # minimum share of the prompt for a match to count
+    _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(default_factory=dict)  # replica -> names of blocks, most recently used last
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         names = self._names(request.prompt)
@@ -155,7 +156,7 @@ class PrefixAware(Router):
         return chosen
 
     def _names(self, prompt: TokenIds) -> list[int]:
-        """Return a name for each whole block, which stands for it and all before it."""
+        """Return a name for each whole block, which identifies it and all blocks before it."""
         whole, names, before = len(prompt) // self.block_tokens, [], 0
         for block in np.ascontiguousarray(prompt[: whole * self.block_tokens], np.int32).reshape(whole, self.block_tokens):
             before = xxhash.xxh3_64_intdigest(block.tobytes(), seed=before)
@@ -168,7 +169,7 @@ class PrefixAware(Router):
 
     def _note(self, replica: int, names: Sequence[int]) -> None:
         sent = self._sent.setdefault(replica, OrderedDict())
-        for name in reversed(names):  # the beginning is used last: it is forgotten after what follows it
+        for name in reversed(names):  # the start is marked as used last, so it is evicted after the rest
             sent[name] = None
             sent.move_to_end(name)
         while len(sent) > self.blocks:
@@ -176,8 +177,8 @@ class PrefixAware(Router):
 
 
 class Sticky(Router):
-    """The replica of the session's last request, unless its requests have more than `most` times the tokens of the emptiest replica's, this prompt
-    added. Then, and for the first request of a session, the replica with the fewest tokens. Sessions idle for `forget_s` are forgotten."""
+    """Chooses the replica of the session's last request, unless its tokens exceed `most` times those of the least loaded replica plus this prompt.
+    Then, and for the first request of a session, the replica with the fewest tokens. Sessions idle for `forget_s` are forgotten."""
 
     most: float = Field(default=2.0, ge=1)
     forget_s: float = Field(default=600.0, gt=0)
@@ -204,8 +205,8 @@ class Sticky(Router):
 
 
 class CacheAware(Router):
-    """The replica with the smallest sum of `overlap_weight` x prompt tokens that its cache lacks and the tokens of its requests, the first of equal
-    ones. It knows the caches by their events, as NVIDIA Dynamo's KV router does."""
+    """Chooses the replica with the smallest sum of `overlap_weight` x uncached prompt tokens and the tokens of its requests; of equal ones, the
+    first. It tracks caches by their events, like NVIDIA Dynamo's KV router."""
 
     sees_cache: ClassVar[bool] = True
 
@@ -228,8 +229,8 @@ ROUTERS: dict[str, type[Router]] = {
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The number of replicas, and the text that names the router in front of them. Raises what `parse_router` raises, `ConfigError` for
-    a number that can't be."""
+    """Number of replicas, and the text that names the router in front of them. Raises the errors of `parse_router`, and `ConfigError` for an
+    invalid number."""
 
     replicas: int
     router: str
@@ -241,8 +242,8 @@ class Routing:
 
 
 def parse_router(text: str) -> Router:
-    """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, one that an installed package names by an entry point of the group
-    `dovetail_lab.routers`, or `module:Class`. Raises `ConfigError` or `TraceError`."""
+    """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, an entry point of an installed package in the group `dovetail_lab.routers`,
+    or `module:Class`. Raises `ConfigError` or `TraceError`."""
     name, bracket, arguments = text.strip().partition("(")
     if ":" in name:
         return parse_call(f"router{bracket}{arguments}", {"router": _imported(name, name)}, f"router {name}")
@@ -257,7 +258,7 @@ def _imported(path: str, name: str) -> type[Router]:
     module, _, attribute = path.partition(":")
     try:
         found: Any = getattr(import_module(module), attribute)
-    except Exception as error:  # any can come of a module's code
+    except Exception as error:  # a module's code may raise any
         raise ConfigError(f"router {name}: {path} can't be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Router)):
         raise ConfigError(f"router {name}: {path} is no class that is made from dovetail_lab.routers.Router")

@@ -28,7 +28,7 @@ _FIELDS = (
     *("id", "client", "arrival_time", "prompt_tokens", "output_tokens", "max_tokens", "predicted_tokens", "priority"),
     *("ttft_deadline", "tbt_s", "deadline", "spans"),
 )
-MAX_TOKENS, PREDICTOR = "1024", "noisy(0.5)"  # what policies see of the lengths of answers
+MAX_TOKENS, PREDICTOR = "1024", "noisy(0.5)"  # policies' information about lengths of answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class BoardRun:
     seed: int
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> Figures | str:
-        """Return the figures, or why the run failed: one policy's failure mustn't end the others' runs."""
+        """Return the figures, or the reason why the run failed: one policy's failure mustn't end other runs."""
         trace = trace_of(self.trace, self.seed)
         try:
             result = replay(engine_of(self.scheduler), trace, seed=self.seed, progress=progress)
-        except Exception as error:  # any can come of a policy's code
+        except Exception as error:  # a policy's code may raise any
             return f"{type(error).__name__}: {error}".splitlines()[0]
         return _figures(trace, result)
 
@@ -89,7 +89,7 @@ def trace_of(name: str, seed: int) -> Trace:
 
 @cache
 def fingerprint(name: str, seed: int) -> str:
-    """Return a hash of all requests of a trace: results of other requests aren't comparable, such as those of another way to draw numbers."""
+    """Return a hash of all requests of a trace: results for other requests aren't comparable, e.g. if random numbers are drawn differently."""
     rows = [tuple(getattr(request, field) for field in _FIELDS) for request in trace_of(name, seed)]
     return xxhash.xxh64_hexdigest(repr(rows).encode())
 
@@ -111,7 +111,7 @@ def entries(only: Sequence[str] = ()) -> list[Entry]:
 def _digest(module: str) -> str:
     try:
         origin = getattr(find_spec(module), "origin", None)
-    except ImportError:  # the run says so
+    except ImportError:  # reported by the run
         origin = None
     source = Path(origin).read_bytes() if origin and Path(origin).is_file() else b""
     return xxhash.xxh64_hexdigest(b"\0".join((source, (folder() / "engine.yaml").read_bytes(), __version__.encode())))

@@ -1,4 +1,4 @@
-"""`Results`: the figures of finished runs in a file of JSON lines, one added after each run, so that a stopped leaderboard goes on where it was."""
+"""`Results`: the figures of finished runs in a file of JSON lines, appended after each run, so that a stopped leaderboard can be resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Key = tuple[str, str, str, int, str]
 class Results:
     """The results in `folder`, which must exist. Runs of another board, another version of a scheduler or other requests are ignored.
 
-    Raises `ConfigError` for a file that isn't such results. A last line that a killed process left unfinished is dropped.
+    Raises `ConfigError` for a file that isn't such results. An incomplete last line, left by a killed process, is dropped.
     """
 
     def __init__(self, folder: Path) -> None:
