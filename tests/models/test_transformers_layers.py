@@ -38,7 +38,7 @@ def kinds(model_type: str = "qwen3", **changes: Any) -> dict[str, str]:
     [
         ("qwen3", {"OwnBlock": 2, "OwnNorm": 1}),
         ("qwen2", {"OwnBlock": 2, "OwnNorm": 1}),
-        ("mixtral", {"OwnAttention": 2, "OwnNorm": 5}),
+        ("mixtral", {"OwnAttention": 2, "OwnExperts": 2, "OwnNorm": 5}),
         ("olmo2", {"OwnFeedForward": 2, "OwnNorm": 9, "OwnLinear": 8}),  # it norms q and k whole
         ("glm4", {"OwnLinear": 12, "OwnNorm": 9}),  # it turns neighbouring pairs, of a part of a head
         ("gpt2", {}),

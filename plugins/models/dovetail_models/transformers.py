@@ -30,7 +30,7 @@ from dovetail.nn.format.stored import StoredWeight
 from dovetail.runtime.weights import dummy_weights, load_weights, random_numbers, some_of
 from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, one_line, specs_of, trace
 from dovetail_models.transformers_check import check, check_logprobs, trial_tokens, whole_logprobs
-from dovetail_models.transformers_layers import Layers, OwnHead, Seen, find_layers, reasons_against_split, spec_of_rank, watching
+from dovetail_models.transformers_layers import Layers, OwnExperts, OwnHead, Seen, find_layers, reasons_against_split, spec_of_rank, watching
 from dovetail_models.transformers_verdicts import Verdict
 
 log = logging.getLogger("dovetail")
@@ -80,6 +80,8 @@ class Transformers(ModelArch):
         _check_hidden_lengths(config, max_len)
         with full_float32():
             layers = find_layers(traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps)
+        if context.weights_later:  # each format stores experts in its own way, which transformers' stacked weights aren't
+            layers = replace(layers, found=tuple(found for found in layers.found if found.kind is not OwnExperts))
         if context.parallel.size > 1 and (reasons := reasons_against_split(traced.base, traced.calls, layers, config.base_model_tp_plan)):
             raise UnsupportedError(f"{type(traced.model).__name__} can't be split over ranks through transformers: {'; '.join(reasons)}")
         return TransformersModel(config, traced, layers, context, max_len)

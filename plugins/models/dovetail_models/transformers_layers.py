@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.errors import UnsupportedError
-from dovetail.nn.activation import ACTIVATIONS
+from dovetail.nn.activation import ACTIVATIONS, Activation, ClampedSwiGLU
 from dovetail.nn.format import DENSE
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import Columns, GateUpParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, linear
+from dovetail.nn.moe import Experts, Stacked
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
 from dovetail.nn.qkv import rope_and_store_kv
@@ -191,6 +192,36 @@ class OwnFeedForward(OwnLayer):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """Experts of transformers whose weights are stacked."""
+
+    hidden: int
+    inner: int
+    count: int
+    per_token: int
+    bias: bool
+    stacked: Stacked
+
+
+class OwnExperts(OwnLayer):
+    """Experts: hidden_states [tokens, hidden], ids [tokens, k] and weights [tokens, k] -> [tokens, hidden]."""
+
+    def __init__(self, shape: ExpertsShape, activation: Activation, context: BuildContext) -> None:
+        super().__init__()
+        settings = (activation, shape.bias, shape.stacked)
+        self.experts = Experts(shape.hidden, shape.inner, shape.count, context, *settings, per_token=shape.per_token)
+
+    def rules(self, prefix: str) -> Iterator[WeightRule]:
+        yield from self.experts.weights(f"{prefix}." if prefix else "")
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.contiguous()
+        residual = Residual(torch.zeros_like(x))
+        self.experts.add_to(residual, x, top_k_index.to(torch.int32).contiguous(), top_k_weights.float().contiguous())
+        return residual.x
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """An attention module of transformers: q, k and v of one input, perhaps a norm of the heads of q and k, rotary positions, and a projection."""
 
@@ -312,7 +343,7 @@ def reasons_against_split(base: nn.Module, calls: Sequence[AttentionCall], layer
     feed-forwards are split here: whatever else is to be split is named, the first of each pattern."""
     if not plan:
         return ["its config has no base_model_tp_plan"]
-    split = {found.name for found in layers.found if found.kind in (OwnAttention, OwnFeedForward, OwnBlock)}
+    split = {found.name for found in layers.found if found.kind in (OwnAttention, OwnExperts, OwnFeedForward, OwnBlock)}
 
     def is_split(name: str) -> bool:
         words = name.split(".")
@@ -360,7 +391,7 @@ class _Finder:
 
     def find(self) -> None:
         """Fill `found`: large modules after their parts, which they then replace."""
-        for kind in (self._attention, self._feed_forward, self._norm, self._linear, self._block):
+        for kind in (self._attention, self._feed_forward, self._experts, self._norm, self._linear, self._block):
             for name, module in self._modules.items():
                 if not name or self._is_replaced(name) or self._keep(name) or len(self._seen.get(name, ())) == 0:
                     continue
@@ -426,6 +457,50 @@ class _Finder:
                 make = partial(OwnFeedForward, gate, up, down, activation)
                 if self._is_same(name, module, make, first.inputs, gate.name, activation):
                     yield Found(name, OwnFeedForward, make)
+
+    def _experts(self, name: str, module: nn.Module) -> Iterator[Found]:
+        call, weights = self._call(name), dict(module.named_parameters())
+        given = () if call is None or call.kwargs else call.args[1:]
+        bias = "gate_up_proj_bias" in weights
+        names = {f"{one}_proj{kind}" for one in ("gate_up", "down") for kind in (("", "_bias") if bias else ("",))}
+        if [one.ndim for one in given if isinstance(one, torch.Tensor)] != [2, 2] or len(given) != 2 or not _has_only(module, names):
+            return
+        (ids, shares), down = given, weights["down_proj"]
+        if down.ndim != 3 or ids.is_floating_point() or not shares.is_floating_point() or getattr(module, "num_experts", None) != len(down):
+            return
+        stacked = Stacked(not getattr(module, "is_concatenated", True), bool(getattr(module, "is_transposed", False)))
+        inner, hidden = down.shape[1:] if stacked.transposed else (down.shape[2], down.shape[1])
+        shape = ExpertsShape(hidden, inner, len(down), ids.shape[1], bias, stacked)
+        alpha, limit = vars(module).get("alpha"), vars(module).get("limit")
+        clamped = [ClampedSwiGLU(alpha, limit)] if isinstance(alpha, float) and isinstance(limit, float) else []
+        settings = sorted((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str))
+        key = repr((type(module), settings, shape, getattr(module, "act_fn", None)))
+        candidates: list[Activation] = [*ACTIVATIONS, *clamped]
+        for activation in candidates:
+            if (key, activation) not in self._tried:
+                self._tried[key, activation] = self._are_same_experts(module, shape, activation)
+            if self._tried[key, activation]:
+                yield Found(name, OwnExperts, partial(OwnExperts, shape, activation))
+
+    def _are_same_experts(self, module: nn.Module, shape: ExpertsShape, activation: Activation) -> bool:
+        """Return True if our experts compute what a few of a module's do: all would need as much memory as the model."""
+        few = replace(shape, count=min(shape.count, max(4, shape.per_token)))
+        config = getattr(module, "config", None)
+        small: Any = copy.deepcopy(module, {id(config): config})
+        small.num_experts = few.count
+        for name, parameter in list(small.named_parameters()):
+            setattr(small, name, nn.Parameter(parameter[: few.count], requires_grad=False))
+        tokens = len(self._positions) // len(MAGNITUDES)
+        hidden = torch.cat([self._numbers("hidden", (tokens, shape.hidden)) * magnitude for magnitude in MAGNITUDES])
+        ids = self._numbers("ids", (len(hidden), few.count)).argsort(dim=1)[:, : shape.per_token]
+        shares = self._numbers("shares", tuple(ids.shape)).abs()
+        try:
+            theirs, own = self._filled(small), OwnExperts(few, activation, self._context)
+            for rule in own.rules(""):
+                rule.parameter.load(theirs.get_parameter(rule.source).data, rule.shard_id)
+            return _agree(theirs(hidden, ids, shares), own(hidden, ids, shares))
+        except (_Unproven, UnsupportedError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return False
 
     def _attention(self, name: str, module: nn.Module) -> Iterator[Found]:
         call, spec, projections = self._call(name), self._specs.get(name), self._projections(name, module)
@@ -538,9 +613,7 @@ class _Finder:
                 rule.parameter.load(theirs.get_parameter(rule.source).data, rule.shard_id)
             tokens = len(self._positions) // len(MAGNITUDES)
             hidden = torch.cat([self._numbers("hidden", (1, tokens, size)) * magnitude for magnitude in MAGNITUDES], dim=1)
-            wanted, got = (self._run(name, one, hidden.clone()).view(len(MAGNITUDES), -1) for one in (theirs, own))
-            off = (wanted - got).abs().amax(1) / wanted.square().mean(1).sqrt()  # of each magnitude
-            return all(one <= (EXACT if magnitude <= 1 else ABOUT) for one, magnitude in zip(off.tolist(), MAGNITUDES, strict=True))
+            return _agree(*(self._run(name, one, hidden.clone()) for one in (theirs, own)))
         except (_Unproven, UnsupportedError):
             return False
 
@@ -591,6 +664,13 @@ class _Finder:
             generator = torch.Generator(self._device).manual_seed(len(self._random))
             self._random[name, shape] = torch.rand(shape, generator=generator, device=self._device) * 2 - 1
         return self._random[name, shape]
+
+
+def _agree(wanted: torch.Tensor, got: torch.Tensor) -> bool:
+    """Return True if outputs for inputs of all magnitudes agree."""
+    wanted, got = (one.reshape(len(MAGNITUDES), -1) for one in (wanted, got))
+    off = (wanted - got).abs().amax(1) / wanted.square().mean(1).sqrt()  # of each magnitude
+    return all(one <= (EXACT if magnitude <= 1 else ABOUT) for one, magnitude in zip(off.tolist(), MAGNITUDES, strict=True))
 
 
 def _has_only(module: nn.Module, names: set[str]) -> bool:
