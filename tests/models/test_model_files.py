@@ -12,16 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, GptOssConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dovetail.api.executor import ComponentRef
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
+from dovetail.nn.activation import ClampedSwiGLU
 from dovetail.nn.kernels import gpu
 from dovetail.nn.kernels.gpu import GPU
+from dovetail.nn.moe import Experts
 from dovetail.runtime import model_files
 from dovetail.runtime.model_files import find_architecture, read_config, resolve_dtype, resolve_max_model_len
 from tests.models.configs import configs
-from tests.models.oracle import CPU, MODELS, arch_of
+from tests.models.oracle import CPU, MODELS, arch_of, context
 from tests.support import examples
 
 CUDA = torch.device("cuda")
@@ -256,6 +258,18 @@ def test_configs_that_people_use_are_served(tmp_path: Path, name: str) -> None:
 @examples(quick=60, full=500)
 def test_all_that_is_tested_against_transformers_is_served(config: Any) -> None:
     assert arch_of(config).reasons_against(config) == []
+
+
+def test_gpt_oss_has_its_own_activation_where_the_config_class_does_not_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers before 5.23 has no such fields."""
+    config = GptOssConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=32, num_local_experts=2, num_experts_per_tok=1)
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        delattr(config, name)
+        monkeypatch.delattr(GptOssConfig, name)
+    arch = arch_of(config)
+    assert arch.reasons_against(config) == []
+    layers = [layer for layer in arch.build(config, context()).modules() if isinstance(layer, Experts)]
+    assert [layer.activation for layer in layers] == [ClampedSwiGLU(1.702, 7.0)]
 
 
 WINDOWS = {"num_hidden_layers": 2, "sliding_window": 8, "use_sliding_window": True}

@@ -41,9 +41,14 @@ class GptOss(DecoderArch):
             config.intermediate_size,
             normalize=True,
             bias=True,
-            activation=ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit),
+            activation=_activation(config),
             stacked=Stacked(interleaved=True, transposed=True),
             router="router",
         )
         windows = windows_by_layer_type(config)
         return base_shape(config, windows=windows, qkv_bias=bias, output_bias=bias, sinks=True, experts=experts)
+
+
+def _activation(config: Any) -> ClampedSwiGLU:
+    """Return the activation; transformers before 5.23 has these two numbers in its code instead of its config."""
+    return ClampedSwiGLU(getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0))
