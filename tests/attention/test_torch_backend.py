@@ -99,7 +99,7 @@ def test_sinks_that_do_not_fit_a_layer_are_refused_and_it_does_not_attend_withou
         with_sinks.attend(torch.zeros(5, 4, 8))
 
 
-def test_plan_before_prepare_is_an_error_that_says_so() -> None:
+def test_plan_before_prepare_is_an_error() -> None:
     backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 16))
     with pytest.raises(DovetailError, match=r"before allocate\(\) and prepare\(\)"):
         backend.plan(None)  # type: ignore[arg-type]

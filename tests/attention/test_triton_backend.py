@@ -333,13 +333,13 @@ def test_memory_is_what_bytes_per_block_says() -> None:
     assert sum(cache.nbytes for cache in (layer._k, layer._v)) == 10 * backend.bytes_per_block(layer.spec)  # type: ignore[attr-defined]
 
 
-def test_plan_before_prepare_is_an_error_that_says_so() -> None:
+def test_plan_before_prepare_is_an_error() -> None:
     backend = TritonAttention(NoOptions(), AttentionContext(DEVICE, "float32", 16))
     with pytest.raises(DovetailError, match=r"before allocate\(\) and prepare\(\)"):
         backend.plan(None)  # type: ignore[arg-type]
 
 
-def test_a_step_larger_than_prepared_for_is_an_error_that_says_so() -> None:
+def test_a_step_larger_than_prepared_for_is_an_error() -> None:
     bench = triton_bench(Case((0,), (9,)))
     bench.backend.prepare(1, 8, 100)
     with pytest.raises(DovetailError, match=r"1 rows and 9 tokens.*room for 1 and 8"):

@@ -79,7 +79,7 @@ def chosen(dtype: str = "float16") -> str:
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
-def test_every_kind_of_layer_is_tried_once_where_nobody_has_measured(arch: int, tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_layer_is_tried_once_on_unmeasured_gpus(arch: int, tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     place(monkeypatch, arch)
     assert chosen() == "TritonAttention"
     assert sorted(tried, key=str) == ([] if arch == 90 else sorted([SPEC, WINDOWED], key=str))

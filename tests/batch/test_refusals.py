@@ -144,7 +144,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(tmp_path: Path) -> None:
         assert "answers: another run of a job is writing to it" in run_job(write_job(tmp_path), code=2)
 
 
-def test_answers_without_a_manifest_are_nobodys(tmp_path: Path) -> None:
+def test_answers_without_a_manifest_are_rejected(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers" / "part-000000.jsonl").write_text("{}\n")

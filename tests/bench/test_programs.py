@@ -39,7 +39,7 @@ def test_a_program_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", NEED_A_GPU)
-def test_without_a_gpu_a_program_that_measures_one_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_a_program_that_measures_one_fails_with_a_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(name, monkeypatch) == f"this measures a GPU, and torch {torch.__version__} sees none"
 
 

@@ -116,7 +116,7 @@ def test_plugin_commands_are_listed_without_their_import_and_run_with_it(site: S
     assert "--loud" in dovetail("shout", "--help").stdout
 
 
-def test_plugin_command_that_fails_to_import_says_so(site: Site) -> None:
+def test_plugin_command_that_fails_to_import_is_an_error(site: Site) -> None:
     install_commands(site, "dovetail-more", hello="there_is_no_such_module:app", odd="dovetail_more:__name__")
     assert dovetail("--help").exit_code == 0
     done = dovetail("hello", "x")

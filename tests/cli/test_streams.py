@@ -62,7 +62,7 @@ def test_json_is_json_in_any_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert echo_json.__doc__
 
 
-def test_what_nobody_foresaw_is_a_message_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_a_message_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise KeyError("foreseen by nobody")
 

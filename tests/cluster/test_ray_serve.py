@@ -132,7 +132,7 @@ def test_without_ray_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @real_only
-def test_ray_serve_streams_the_text_of_generate_and_ends_what_nobody_reads(real_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_serve_streams_the_text_of_generate_and_aborts_unread_streams(real_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     import openai
     import ray

@@ -78,7 +78,7 @@ def test_the_death_of_an_actor_is_told(launcher: RayLauncher) -> None:
     replica.kill()  # what is gone can be killed
 
 
-def test_a_replica_without_room_waits_and_holds_nobody_up(launcher: RayLauncher) -> None:
+def test_a_replica_without_room_waits_without_delaying_others(launcher: RayLauncher) -> None:
     first, second, third = (launcher.start(name) for name in ("one", "two", "three"))
     until(lambda: first.look().url is not None and second.look().url is not None)
     begun = time.monotonic()

@@ -33,7 +33,7 @@ def test_nothing_is_decided_until_what_was_started_serves() -> None:
     assert [ours.note(now, 2, 50) for now in (61, 70, 71)] == [2, 2, 3]
 
 
-def test_one_less_after_nobody_waited_for_long_enough_and_never_below_the_fewest() -> None:
+def test_one_replica_less_after_idle_time_and_never_below_the_minimum() -> None:
     ours = scaler()
     ours.target = 3
     assert [ours.note(now, 3, 0) for now in (0, 59, 60)] == [3, 3, 2]

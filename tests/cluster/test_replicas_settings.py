@@ -131,7 +131,7 @@ def test_a_socket_that_a_killed_process_left_behind_is_no_cluster() -> None:
     ControlSocket("gone").close()
 
 
-def test_nonsense_at_the_socket_disturbs_nobody() -> None:
+def test_invalid_messages_at_the_socket_do_not_affect_others() -> None:
     control = ControlSocket("one")
     try:
         for nonsense in (b"\n", b"{}\n", b"[1]\n", b"\xff\xfe\n", b""):
@@ -172,7 +172,7 @@ def test_what_a_cluster_refuses_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("as_command", [False, True])
-def test_a_cluster_serves_though_nobody_reads_that_it_does(monkeypatch: pytest.MonkeyPatch, as_command: bool) -> None:
+def test_a_cluster_serves_even_if_its_output_is_not_read(monkeypatch: pytest.MonkeyPatch, as_command: bool) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     with monkeypatch.context() as patch:

@@ -140,5 +140,5 @@ def test_where_a_check_hung_is_told(printed: str) -> None:
     assert re.search(said + r"\n.* in wait \(threading\.py:\d+\)(\n.*)* in wait \(tiny\.py:\d+\)", printed), printed
 
 
-def test_only_collecting_judges_nobody(tmp_path: Path) -> None:
+def test_only_collecting_gives_no_verdict(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, source("TestGood"), "--collect-only") == (0, {})

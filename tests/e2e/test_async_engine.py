@@ -83,7 +83,7 @@ class SlowTokenizer:
         return [len(prompt)]
 
 
-def test_nobody_waits_while_a_text_is_tokenized(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_while_a_text_is_tokenized(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = SlowTokenizer(fresh, monkeypatch)
 
     async def main() -> None:
@@ -278,7 +278,7 @@ def test_several_requests_are_aborted_at_once(shared: AsyncLLMEngine, kind: Any)
 
 
 @pytest.mark.parametrize("wrong", [None, 5, {}, {"a": 1}, b"a", [5], [["a"]], ["a", None], Ellipsis], ids=str)
-def test_what_is_no_id_is_refused_in_the_caller_and_harms_nobody(shared: AsyncLLMEngine, wrong: Any) -> None:
+def test_an_invalid_id_is_rejected_in_the_caller_without_affecting_others(shared: AsyncLLMEngine, wrong: Any) -> None:
     async def main() -> None:
         other = asyncio.create_task(tokens_of(shared.generate("a", [3], params())))
         with pytest.raises(RequestError, match="a request id must be a string, and several a list of strings"):
@@ -288,7 +288,7 @@ def test_what_is_no_id_is_refused_in_the_caller_and_harms_nobody(shared: AsyncLL
     run(main())
 
 
-def test_a_loop_that_ends_without_a_word_harms_nobody(shared: AsyncLLMEngine) -> None:
+def test_a_loop_that_ends_silently_does_not_affect_others(shared: AsyncLLMEngine) -> None:
     """Its reader can't be notified any more."""
     loop = asyncio.new_event_loop()
     stream = shared.generate("silent", [1], ENDLESS)
@@ -476,7 +476,7 @@ def test_its_context_closes_it() -> None:
 # The future
 
 
-def test_a_request_of_the_far_future_keeps_nobody_waiting(fresh: AsyncLLMEngine) -> None:
+def test_a_request_of_the_far_future_does_not_delay_others(fresh: AsyncLLMEngine) -> None:
     async def main() -> None:
         future = asyncio.create_task(tokens_of(fresh.generate("future", [1], params(), arrival_time=1e9)))
         for i in range(5):

@@ -305,7 +305,7 @@ EXTREME: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", EXTREME, ids=lambda fields: ",".join(fields))
-def test_what_is_extreme_but_allowed_harms_nobody(engine: LLMEngine, alone: Any, fields: dict[str, Any]) -> None:
+def test_extreme_but_allowed_values_do_not_affect_others(engine: LLMEngine, alone: Any, fields: dict[str, Any]) -> None:
     with in_company(engine, alone) as outputs:
         engine.add_request("extreme", "ROMEO:", SamplingParams(**{"max_tokens": 8, **fields}))
     assert {sample.finish_reason for sample in outputs["extreme"].outputs} <= {"length", "stop"}
@@ -381,7 +381,7 @@ def test_a_wrong_field_is_refused_by_name(engine: LLMEngine, alone: Any, fields:
     ],
     ids=ascii,
 )
-def test_a_strange_field_harms_nobody(engine: LLMEngine, alone: Any, fields: dict[str, Any]) -> None:
+def test_a_strange_field_does_not_affect_others(engine: LLMEngine, alone: Any, fields: dict[str, Any]) -> None:
     with in_company(engine, alone) as outputs:
         engine.add_request("strange", "a", SamplingParams(max_tokens=2), **fields)
     assert outputs["strange"].finished
@@ -425,7 +425,7 @@ class Liar(int):
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "vtc", "lcf", "rpm", "priority", "lightllm"])
-def test_text_of_a_class_of_its_own_is_taken_as_text_and_harms_nobody(scheduler: str) -> None:
+def test_a_subclass_of_str_is_taken_as_text(scheduler: str) -> None:
     config = {"max_model_len": 64, "scheduler": scheduler, "executor": {"name": "simulated", "num_blocks": 20}}
     params = SamplingParams(max_tokens=2, detokenize=False, stop_token_ids=[Liar(3)])
     with LLMEngine.from_config(config) as engine:
@@ -606,7 +606,7 @@ def test_a_sample_whose_id_is_taken_refuses_its_request_and_leaves_nothing(engin
     assert "a" not in outputs
 
 
-def test_an_unknown_abort_is_nobodys(engine: LLMEngine, alone: Any) -> None:
+def test_aborting_an_unknown_id_is_ignored(engine: LLMEngine, alone: Any) -> None:
     with in_company(engine, alone):
         engine.abort_request("nobody")
         engine.abort_request(["nobody", "none"])

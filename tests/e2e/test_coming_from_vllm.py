@@ -113,7 +113,7 @@ def test_a_misspelt_argument_is_answered_with_the_right_name(name: str) -> None:
         LLM("demo", **{name: 1})
 
 
-def test_a_token_for_the_hub_is_shown_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_for_the_hub_is_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError) as caught:
         translated({"hf_token": "hf_secret"})
     translated({"hf_token": None})
@@ -135,7 +135,7 @@ def test_two_arguments_for_one_key_are_refused(both: dict[str, Any]) -> None:
         translated(both)
 
 
-def test_what_nobody_knows_is_the_configs_to_refuse() -> None:
+def test_unknown_arguments_are_rejected_by_the_config() -> None:
     with pytest.raises(ConfigError, match="max_num_seq: unknown key, did you mean max_num_seqs"):
         LLM("demo", max_num_seq=8)
 

@@ -92,7 +92,7 @@ def test_threads_that_share_an_llm_get_the_tokens_of_one_that_is_alone(llm: LLM)
     assert nothing_is_left(llm)
 
 
-def test_a_stream_a_list_and_somebody_elses_requests_are_served_side_by_side(llm: LLM) -> None:
+def test_a_stream_a_list_and_other_requests_are_served_concurrently(llm: LLM) -> None:
     [[expected]] = [generate(llm, "ROMEO:", LONG)]
     llm.engine.add_request("theirs", "ROMEO:", LONG)
 
@@ -160,7 +160,7 @@ def test_the_engines_death_reaches_every_thread(fresh: LLM, monkeypatch: pytest.
             result()
 
 
-def test_a_request_that_somebody_aborts_is_told_to_whoever_waits_for_it(llm: LLM) -> None:
+def test_aborting_a_request_notifies_its_waiting_reader(llm: LLM) -> None:
     llm.engine.add_request("other", [1], LONG, arrival_time=1e9)
     stream = llm.stream(["ROMEO:", "JULIET:"], LONG)
     llm.engine.abort_request(next(stream).request_id)
@@ -345,7 +345,7 @@ def test_a_repr_tells_what_it_is_and_how_it_fares(fresh: LLM) -> None:
     assert repr(fresh).endswith("unfinished=0, closed))")
 
 
-def test_an_llm_that_nobody_refers_to_is_collected_and_its_thread_ends() -> None:
+def test_an_unreferenced_llm_is_collected_and_its_thread_ends() -> None:
     before = threading.active_count()
     llm = LLM("demo", **SETTINGS)
     generate(llm, "ROMEO:")

@@ -100,7 +100,7 @@ def test_a_request_that_ended_by_itself_just_before_the_failure_keeps_its_end() 
     assert world.finished["second"].reason == "error"
 
 
-def test_a_policy_that_raises_when_a_request_is_aborted_ends_the_engine_and_the_next_step_says_so() -> None:
+def test_a_policy_that_raises_on_abort_ends_the_engine_and_the_next_step_raises() -> None:
     class Clumsy(FCFS):
         def on_finished(self, request: Request) -> None:
             raise KeyError(request.id)
@@ -128,7 +128,7 @@ def test_a_policy_that_grants_nothing_and_sets_no_wake_at_is_stalled(overlap: bo
     assert world.finished["a"].reason == "error"
 
 
-def test_a_policy_that_grants_and_preempts_the_same_for_ever_is_stalled() -> None:
+def test_a_policy_that_grants_and_preempts_the_same_forever_is_stalled() -> None:
     def plan(step: Step) -> None:
         step.grant_each(step.waiting)
         for request in step.running:
@@ -163,7 +163,7 @@ def test_waiting_for_a_future_arrival_is_no_stall() -> None:
     assert world.clock.now() > 100.0
 
 
-def test_blocks_kept_for_siblings_stall_nobody() -> None:
+def test_blocks_kept_for_siblings_do_not_stall_the_engine() -> None:
     """After a sample's end, its blocks are kept for one plan. If that plan could grant nothing for lack of blocks, there is another one."""
 
     def others_first(step: Step) -> None:
@@ -335,7 +335,7 @@ class Bad(Observer):
 
 
 @pytest.mark.parametrize("method", ["on_arrived", "on_admitted", "on_finished", "on_step"])
-def test_an_observer_that_raises_is_named_once_dropped_after_a_few_more_and_harms_nobody(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_observer_that_raises_is_logged_once_and_dropped_after_a_few_more_errors(method: str, caplog: pytest.LogCaptureFixture) -> None:
     bad, good = Bad(method), RecordingObserver()
     world = World(observers=[("bad", bad), ("good", good)])
     for index in range(8):
@@ -382,7 +382,7 @@ def test_an_id_is_taken_while_its_request_is_unfinished() -> None:
     world.add(Spec("a", PROMPT))
 
 
-def test_aborting_twice_or_somebody_unknown_does_nothing() -> None:
+def test_aborting_twice_or_an_unknown_request_does_nothing() -> None:
     world = World()
     (request,) = world.add(Spec("a", PROMPT))
     world.step()

@@ -46,7 +46,7 @@ def test_arrivals_are_told_in_order_and_not_before_their_time(delays: list[float
     assert told == sorted(world.requests, key=lambda id: (world.requests[id].arrival_time, world.requests[id].order))
 
 
-def test_a_request_aborted_before_its_time_is_never_told_of_and_wakes_nobody() -> None:
+def test_a_request_aborted_before_its_arrival_is_never_reported() -> None:
     world = World(scripted(lambda step: step.wake_at(2.0)))
     world.add(Spec("early", PROMPT, max_tokens=1))
     world.add(Spec("never", PROMPT, delay=1.0))

@@ -225,7 +225,7 @@ def test_the_grammar_begins_behind_the_mark_however_it_is_cut(cuts: list[bytes])
     assert constraint.matcher is not None
 
 
-def test_requests_aborted_while_late_steps_are_in_flight_harm_nobody() -> None:
+def test_requests_aborted_during_late_steps_do_not_affect_others() -> None:
     world = World(shape=Shape(max_seqs=12, num_blocks=128))
     for index in range(12):
         world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=9, rule=4))

@@ -32,7 +32,7 @@ def test_a_stop_by_length_wastes_no_row(max_in_flight: int) -> None:
     assert rows_of(world, request) == 6  # the prefill samples the first, five decodes the others
 
 
-def test_a_request_whose_last_token_is_in_flight_is_shown_to_nobody() -> None:
+def test_a_request_whose_last_token_is_in_flight_is_not_shown() -> None:
     shown = []
     world = World(always(lambda step: (shown.append(set(named(step))), fcfs(step))))
     world.add(Spec("short", PROMPT, max_tokens=1))

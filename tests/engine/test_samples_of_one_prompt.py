@@ -184,7 +184,7 @@ def test_one_block_of_another_request_is_room_enough_for_a_fork() -> None:
     world.drain(check=True)
 
 
-def test_nobody_forks_a_sibling_that_was_admitted_in_the_same_step() -> None:
+def test_no_sample_forks_a_sibling_that_was_admitted_in_the_same_step() -> None:
     """Its own copy is still to come, and copies of a step don't build on each other (the executor of these tests checks that)."""
 
     def only(*ids: str) -> Callable[[Step], object]:

@@ -307,7 +307,7 @@ def test_evict_preempts_in_order_until_it_fits() -> None:
     run(lambda step: step.grant_each([named(step)["b"], named(step)["c"]]), plan, shape=Shape(num_blocks=5, max_model_len=20))
 
 
-def test_evict_preempts_nobody_if_all_would_not_do() -> None:
+def test_evict_preempts_none_if_all_would_not_suffice() -> None:
     def plan(step: Step) -> None:
         before = state(step)
         assert step.grant(named(step)["big"], evict=[named(step)["a"]]) == Grant(0, Refusal.MEMORY)

@@ -175,7 +175,7 @@ def test_ranks_live_on_when_the_thread_that_started_them_ends() -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_nobody_stops_takes_its_ranks_with_it() -> None:
+def test_an_engine_that_is_never_closed_ends_its_ranks() -> None:
     with _parent(CARELESS) as parent:
         pids = [int(pid) for pid in _line(parent).split()]
         assert parent.wait(60) == 0

@@ -249,7 +249,7 @@ def test_an_agent_that_is_told_to_end_takes_its_ranks_with_it(other: Agent, port
 
 
 @pytest.mark.slow
-def test_an_agent_with_another_token_ends_and_the_engine_says_so(tmp_path: Path, port: int) -> None:
+def test_an_agent_with_another_token_ends_and_the_engine_logs_it(tmp_path: Path, port: int) -> None:
     with agent(tmp_path, f"{HERE}:{port}", "--address", THERE, token="one that is not the same") as one:
         one.wait_until_told("waiting for an engine")
         with nothing_left(), pytest.raises(DovetailError, match=f"refused: {THERE}: the other host has another DOVETAIL_RANKS_TOKEN"):
@@ -259,7 +259,7 @@ def test_an_agent_with_another_token_ends_and_the_engine_says_so(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_an_executor_that_nobody_stops_lets_the_other_hosts_go(other: Agent, port: int) -> None:
+def test_an_executor_that_is_never_closed_releases_the_other_hosts(other: Agent, port: int) -> None:
     one: Any = over_hosts(port, 4)
     one.core.executor.stop = lambda: None
     one.close()

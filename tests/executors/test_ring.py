@@ -81,7 +81,7 @@ def test_every_reader_gets_every_message_whole_and_in_order(longest: int) -> Non
         assert ends.writer.done() == [len(sent)] * 3
 
 
-def test_a_reader_waits_without_computing_and_hears_of_the_writers_end() -> None:
+def test_a_reader_waits_without_computing_and_is_woken_when_the_writer_ends() -> None:
     with ring(readers=1, size=64) as ends, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ends.readers[0].next)
         ends.hang_up()
@@ -96,7 +96,7 @@ def test_what_was_sent_before_the_end_is_still_read() -> None:
         assert all_of(ends.readers[0]) == [[0, 1, 2]]
 
 
-def test_a_writer_does_not_wait_for_ever_for_a_reader_that_is_dead() -> None:
+def test_a_writer_does_not_wait_forever_for_a_dead_reader() -> None:
     def check() -> None:
         raise TimeoutError("rank 1 is dead")
 

@@ -111,7 +111,7 @@ def test_an_engine_that_is_none_is_refused_by_the_other_host() -> None:
                 Wire(sock, KEY, HELLO, accepting=False)
 
 
-def test_one_who_says_nothing_holds_up_nobody_and_is_sent_away_at_the_end() -> None:
+def test_a_silent_client_delays_none_and_is_disconnected_at_the_end() -> None:
     host = remote()
     with nothing_left(), reception(host) as (one, port):
         silent = [come(port) for _ in range(5)]

@@ -150,7 +150,7 @@ def test_characters_spelled_in_byte_tokens_come_whole(text: str) -> None:
     assert not any("\ufffd" in delta for delta in deltas)
 
 
-def test_endless_half_characters_are_not_held_for_ever() -> None:
+def test_endless_half_characters_are_not_held_forever() -> None:
     """A tokenizer's half character is a few tokens; a window that grows would cost more with each token."""
     broken = metaspace().backend.token_to_id("<0xE4>")
     made = WindowText(metaspace(), [2], True)

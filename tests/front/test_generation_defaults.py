@@ -72,7 +72,7 @@ def test_nonsense_in_config_is_laid_to_config(tmp_path: Path) -> None:
         GenerationDefaults.read(model(tmp_path, config={"eos_token_id": "end"}))
 
 
-def test_neutral_values_where_nobody_says_anything() -> None:
+def test_neutral_values_by_default() -> None:
     assert resolve_sampling(SamplingParams(), GenerationDefaults(), seed=5) == RowSampling(seed=5)
 
 

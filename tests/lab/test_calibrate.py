@@ -426,7 +426,7 @@ def test_hiccups_are_left_out() -> None:
         assert model.seconds(step) == pytest.approx(TRUE.seconds(step), rel=0.05)
 
 
-def test_when_time_runs_out_the_profile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_time_runs_out_the_profile_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", count().__next__)
     made = calibrate(pretended(), time_limit_s=600)
     assert not made.complete

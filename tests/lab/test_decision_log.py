@@ -130,7 +130,7 @@ def test_preemptions_are_marked_on_the_lane_and_counted(log: Logged) -> None:
     assert len(marks) == sum(record.preemptions for record in log.run) > 0
 
 
-def test_who_waits_for_memory_says_so(log: Logged) -> None:
+def test_the_log_names_requests_that_wait_for_memory(log: Logged) -> None:
     reasons = {
         phase["args"].get("why") for _, phases in log.lives().values() for phase in phases if phase["name"].startswith(("waiting", "preempted"))
     }

@@ -58,7 +58,7 @@ def test_a_share_beyond_0_to_1_is_refused() -> None:
         load_workload(f"{SPEC} grammar_share=2")
 
 
-def test_a_real_engine_is_not_asked_for_a_grammar_that_nobody_knows() -> None:
+def test_a_request_with_an_unnamed_grammar_can_only_be_simulated() -> None:
     with pytest.raises(ConfigError, match="can only be simulated"):
         replay({"model": "demo"}, trace(request(0, grammar=True)))
 
@@ -128,7 +128,7 @@ def test_tokens_and_lengths_are_those_of_the_trace() -> None:
 # When it is ready
 
 
-def test_a_policy_hears_of_a_request_when_its_grammar_is_ready_and_sees_its_own_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_sees_a_request_once_its_grammar_is_ready_with_its_own_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, float, bool]] = []
     schedule: Callable[[FCFS, Step], None] = FCFS.schedule
 

@@ -10,7 +10,7 @@ from dovetail.testing import make_request, plan
 from dovetail_schedulers.lightllm import LightLLMOptions
 
 
-def test_s_lora_hears_of_a_request_a_step_late_unless_nobody_runs() -> None:
+def test_s_lora_sees_a_request_a_step_late_unless_idle() -> None:
     options = LightLLMOptions(every=1)
     first = plan(SLoRAScheduler, options=options, waiting=[make_request("alone", 4)])
     assert list(first.granted) == ["alone"]
@@ -29,7 +29,7 @@ def test_vllm_admits_a_prompt_only_if_all_of_it_fits_though_a_chunk_would() -> N
     assert done(6).refused == {"long": Refusal.MEMORY}
 
 
-def test_vllm_preempts_the_last_and_then_admits_nobody_in_that_step() -> None:
+def test_vllm_preempts_the_last_and_then_admits_none_in_that_step() -> None:
     running = [make_request(name, 16, generated=1, arrival_time=at) for at, name in enumerate(("old", "young"))]
     done = plan(VLLMScheduler, running=running, waiting=[make_request("new", 1)], free_blocks=0, block_size=16)
     assert done.granted == {"old": 1}

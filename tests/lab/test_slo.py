@@ -68,7 +68,7 @@ def test_a_percentile_is_met_if_that_share_of_all_requests_sent_is_within_the_li
 
 @pytest.mark.parametrize("statistic", [None, 0.99])
 @pytest.mark.parametrize("metric", ["ttft", "tpot", "itl", "e2e"])
-def test_requests_that_were_turned_away_took_for_ever(metric: str, statistic: float | None) -> None:
+def test_rejected_requests_count_as_infinitely_slow(metric: str, statistic: float | None) -> None:
     made = run([record(i, 0.1) if i % 10 else rejected(i) for i in range(40)])
     judged = Objective(metric, statistic, 1e6).judge([made])
     assert judged.value == math.inf

@@ -255,7 +255,7 @@ def test_a_spec_may_be_longer_than_the_name_of_a_file() -> None:
     assert len(load_workload(spec)) == 200
 
 
-def test_requests_counts_a_chat_of_several_turns_once_and_a_note_says_so() -> None:
+def test_requests_counts_a_chat_of_several_turns_once_with_a_note() -> None:
     trace = load_workload("arrivals=poisson(1) requests=10 prompt=5 output=5 turns=3")
     assert len(trace) == 30
     assert "30 requests: each turn of 10 arrivals is one" in trace.notes

@@ -50,7 +50,7 @@ def test_an_architecture_is_found_by_its_name(tmp_path: Path, name: str) -> None
     assert config.model_type == kind.lower()
 
 
-def test_an_architecture_that_nobody_serves_lists_those_served(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     write_config(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=64)
     with pytest.raises(UnsupportedError, match=r"no installed model serves GPT2LMHeadModel; served are LlamaForCausalLM, .*Qwen3ForCausalLM"):
         find_architecture(tmp_path, tuple(model for model in MODELS if "*" not in model.architectures))
@@ -174,7 +174,7 @@ def test_dtype(tmp_path: Path, asked: str, own: str | None, device: torch.device
         ("float32", "bfloat16", torch.float32),
     ],
 )
-def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once_if_nobody_asked_for_it(
+def test_a_gpu_without_bfloat16_computes_in_float16_and_logs_it_once_unless_requested(
     tmp_path: Path,
     asked: str,
     own: str | None,

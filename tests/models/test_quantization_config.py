@@ -217,7 +217,7 @@ def made_nonsense(config: Any) -> int:
     ],
 )
 @pytest.mark.parametrize("asked", [None, "bits"])
-def test_a_fault_of_somebody_elses_quantization_is_told_as_theirs(
+def test_an_error_in_a_third_party_quantization_names_it(
     monkeypatch: pytest.MonkeyPatch, target: str, fault: str, why: str, asked: str | None
 ) -> None:
     monkeypatch.setattr(Faulty, "fault", fault)

@@ -61,7 +61,7 @@ def test_launches_are_dependent_where_the_gpu_can(capability: tuple[int, int], m
 
 
 @pytest.mark.parametrize(("computes", "why"), [(True, ""), (False, "no C compiler")])
-def test_a_device_on_which_no_kernel_runs_does_without_all_and_one_warning_says_so(
+def test_a_device_on_which_no_kernel_runs_uses_none_after_one_warning(
     computes: bool, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     embedding = pytest.importorskip("dovetail.nn.kernels.embedding")

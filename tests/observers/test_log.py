@@ -97,7 +97,7 @@ def test_at_the_stop_come_the_rest_and_the_sums(log: LogObserver, caplog: pytest
     ]
 
 
-def test_an_engine_that_stops_before_any_step_and_by_an_error_says_so(log: LogObserver, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_stops_before_any_step_and_by_an_error_logs_it(log: LogObserver, caplog: pytest.LogCaptureFixture) -> None:
     log.on_stopped(EngineStopped(2.0, ValueError("no")))
     assert caplog.messages == ["stopped by ValueError: no: 0 steps, 0 prefill and 0 decode tokens, prefix hits 0%, 0 preemptions"]
 

@@ -61,7 +61,7 @@ def test_a_prompt_typed_and_sent_by_keyboard_is_answered_as_it_streams(browser: 
 
 
 @needs_chromium
-def test_escape_stops_an_answer_and_the_server_hears_of_it(browser: Browser, toy: ToyServer) -> None:
+def test_escape_stops_an_answer_and_notifies_the_server(browser: Browser, toy: ToyServer) -> None:
     ended = toy.metrics.finished["abort"]
     ask_by_keyboard(opened(browser, toy), "Go on")
     browser.wait_for("document.querySelector('#answer').textContent.length > 3")

@@ -98,7 +98,7 @@ def test_other_api_is_refused_when_used_with_what_to_upgrade(site: Site, api: st
         registry.resolve("scheduler", "fair")
 
 
-def test_empty_environment_says_so() -> None:
+def test_empty_environment_is_reported() -> None:
     with pytest.raises(PluginError, match="is the distribution 'dovetail-llm' installed"):
         Registry().resolve("scheduler", "fcfs")
 

@@ -48,7 +48,7 @@ def test_a_process_and_what_it_has_started_are_asked() -> None:
         process.stdin.close()
 
 
-def test_who_ends_in_time_has_and_who_waits_for_ever_has_not() -> None:
+def test_processes_end_in_time_unless_they_wait_forever() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         assert wait(process, 60)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:

@@ -162,7 +162,7 @@ def test_prompt_logprobs_are_those_of_the_prompt_however_it_is_cut(chunk: int, l
     np.testing.assert_array_equal(np.concatenate([part.ranks for part in parts]), expected.ranks.numpy())
 
 
-def test_a_row_with_nan_fails_alone_and_its_blocks_harm_nobody_after_it() -> None:
+def test_a_row_with_nan_fails_alone_and_its_blocks_can_be_reused() -> None:
     bench = Bench()
     result = bench.run({0: 3, 1: 2}, [bench.new(0, [1, NAN_TOKEN, 2]), bench.new(1, PROMPTS[1])])
     assert list(result.failed) == [0]

@@ -81,9 +81,7 @@ def some_arrays(draw: st.DrawFn) -> list[np.ndarray]:
 
 @examples(quick=100, full=3000)
 @given(st.lists(some_arrays(), max_size=12), st.integers(1, 5), st.integers(1, 5))
-def test_whatever_is_sent_arrives_however_late_the_device_is_and_whatever_becomes_of_the_arrays(
-    sent: list[list[np.ndarray]], slots: int, together: int
-) -> None:
+def test_sent_values_arrive_even_if_the_device_is_late_and_arrays_change(sent: list[list[np.ndarray]], slots: int, together: int) -> None:
     device, arrived = LateDevice(), []
     ring = ring_of(device, slots, together=together)
     for arrays in sent:

@@ -31,7 +31,7 @@ def policy(**options: float) -> Andes:
     return Andes(OPTIONS.model_copy(update=options), SchedulerContext(256, 16, 64, 4, 0))
 
 
-def test_who_is_ahead_of_its_reader_runs_on_while_nobody_waits() -> None:
+def test_a_request_ahead_of_its_reader_runs_while_none_waits() -> None:
     andes = policy()
     assert plan(andes, running=[ahead("ahead", 5, andes)]).granted == {"ahead": 1}
 
@@ -57,7 +57,7 @@ def test_who_was_preempted_as_often_as_allowed_never_pauses() -> None:
     assert done.granted["ahead"] == 1
 
 
-def test_nobody_pauses_for_one_that_can_not_come_in_either() -> None:
+def test_no_request_pauses_for_one_that_still_can_not_be_admitted() -> None:
     andes = policy(ttft_s=9.0)
     done = plan(andes, running=[ahead("ahead", 5, andes)], waiting=[make_request("calm", 40, arrival_time=1.0)], free_blocks=2)
     assert done.granted["ahead"] == 1

@@ -89,7 +89,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
 @every_policy
 @examples(quick=25, full=2000)
 @given(data=st.data())
-def test_somebody_runs_or_makes_room(policy: Policy, data: st.DataObject) -> None:
+def test_some_request_runs_or_makes_room(policy: Policy, data: st.DataObject) -> None:
     situation = data.draw(situations())
     done: Plan = plan(policy.cls, options=policy.options(), now=1.0, **situation)  # type: ignore[arg-type]
     assert done.granted or done.rejected

@@ -8,7 +8,7 @@ from dovetail_schedulers.fcfs import FCFS
 from dovetail_schedulers.priority import Priority, PriorityOptions
 
 
-def test_fcfs_admits_in_order_of_arrival_and_lets_nobody_pass() -> None:
+def test_fcfs_admits_strictly_in_order_of_arrival() -> None:
     waiting = [make_request("second", 40, arrival_time=0.2), make_request("first", 8, arrival_time=0.1), make_request("third", 4, arrival_time=0.3)]
     done = plan(FCFS, waiting=waiting, free_blocks=6)
     assert done.granted == {"first": 8}
@@ -43,7 +43,7 @@ def test_an_important_arrival_pushes_out_the_least_important() -> None:
     assert done.granted == {"high": 8, "mid": 1}
 
 
-def test_nobody_is_evicted_for_one_less_or_equally_important() -> None:
+def test_no_request_is_evicted_for_one_less_or_equally_important() -> None:
     running = [make_request("mid", 7, generated=1, priority=1)]
     waiting = [make_request("low", 8, priority=2), make_request("same", 8, priority=1, arrival_time=0.5)]
     done = plan(Priority, options=PriorityOptions(), running=running, waiting=waiting, free_blocks=0)

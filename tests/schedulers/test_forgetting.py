@@ -293,7 +293,7 @@ def test_clients_that_never_come_again_take_no_memory(policy: type[Scheduler], o
     assert soaked.mib < 0.12, "a name and an entry of each client would be 0.23 MiB"
 
 
-def test_lcf_remembers_whom_it_served_and_nobody_else() -> None:
+def test_lcf_remembers_only_clients_that_it_served() -> None:
     """Time away earns credit there, so that forgetting would change whose turn it is."""
     kept = Counters(CounterOptions(), lift=False)
     for index in range(2 * counters.LOOK_AFTER):

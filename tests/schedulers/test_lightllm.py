@@ -102,7 +102,7 @@ def test_who_is_admitted_first_is_the_order_s_to_say(order: str, admitted: str) 
 
 
 @pytest.mark.parametrize("order", ["arrival", "vtc", "lcf"])
-def test_nobody_is_ever_preempted_since_memory_was_there_to_the_end(order: str) -> None:
+def test_no_request_is_preempted_since_memory_was_reserved(order: str) -> None:
     shape = Shape(num_blocks=60, block_size=1, max_tokens=12, max_model_len=32, overlap=False)
     world = World(LightLLM, shape, LightLLMOptions(every=2, order=order))
     for i in range(20):

@@ -27,7 +27,7 @@ def test_only_the_window_is_looked_at() -> None:
     assert list(done.granted) == ["w1", "w0"]
 
 
-def test_nobody_passes_one_that_lacks_memory() -> None:
+def test_no_request_passes_one_that_lacks_memory() -> None:
     waiting = [make_request("large", 40), make_request("small", 4, arrival_time=0.1)]
     done = plan(LPM, options=LPMOptions(), waiting=waiting, cached={"large": 8}, free_blocks=4)
     assert done.granted == {}

@@ -344,7 +344,7 @@ async def test_one_front_end_answers_and_the_folder_has_bounds(tmp_path: Path) -
         store.add_file("b", lambda file: file.write(b"x"))
 
 
-async def test_the_worker_survives_a_folder_that_cannot_be_read_and_health_says_so(
+async def test_the_worker_survives_an_unreadable_folder_and_health_reports_it(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing, troubles = os.listdir, [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RuntimeError("a fault of ours")]

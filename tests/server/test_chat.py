@@ -121,7 +121,7 @@ def test_logprobs_say_each_token_with_its_bytes(openai_client: openai.OpenAI) ->
 
 
 @pytest.mark.anyio
-async def test_the_tokens_of_reasoning_are_counted_where_somebody_looks_for_it(fake: Callable[..., FakeEngine]) -> None:
+async def test_reasoning_tokens_are_counted_in_the_usage_details(fake: Callable[..., FakeEngine]) -> None:
     body = {"messages": MESSAGES, "n": 2, "chat_template": TEMPLATE + "{# <think> #}"}
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async with serving(fake("<think>", "a ", "b", "</think>", "c", "d")) as url, httpx.AsyncClient(base_url=url) as http:

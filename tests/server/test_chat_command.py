@@ -88,7 +88,7 @@ def chat(*arguments: str, said: str = "") -> Result:
     return CliRunner().invoke(app, ["chat", *arguments], input=said)
 
 
-def test_a_server_hears_the_whole_conversation(parrot: tuple[str, type[Parrot]]) -> None:
+def test_a_server_gets_the_whole_conversation(parrot: tuple[str, type[Parrot]]) -> None:
     url, server = parrot
     result = chat(f"{url}/v1/", "--system", "Be kind.", "--temperature", "0", "--api-key", "secret", said="good day\n\nand you?\n")
     assert (result.exit_code, result.stdout) == (0, "good day \nand you? \n")

@@ -207,7 +207,7 @@ async def test_bodies_too_large_sent_ahead_end_their_connection(fake: Callable[.
         assert await is_cut(url, completion() + b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % MANY, b"a" * 65536)
 
 
-async def test_connections_that_only_wait_are_in_nobodys_way(fake: Callable[..., FakeEngine]) -> None:
+async def test_idle_connections_do_not_block_others(fake: Callable[..., FakeEngine]) -> None:
     async with serving(fake()) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
         idle = await asyncio.gather(*(connected(url) for _ in range(4_000 if FULL else 200)))
         answer = await http.post("/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 2})

@@ -32,7 +32,7 @@ def steps_of(engine: Served) -> tuple[DecidedStep, ...]:
 
 
 @pytest.mark.parametrize("link", ["thread", "zmq"])
-async def test_who_asks_hears_of_the_last_steps_in_numbers_alone(link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decisions_of_the_last_steps_are_only_numbers(link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ASK_S", 0)
     async with served(link, tmp_path) as engine:
         await engine.until(lambda: engine.engine.decisions() is not None)

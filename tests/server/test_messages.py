@@ -125,7 +125,7 @@ def test_a_block_in_the_wrong_place_is_refused_by_its_place(role: str, block: di
         message([block], role)
 
 
-def test_a_model_that_may_call_no_tools_hears_of_none() -> None:
+def test_a_model_that_may_call_no_tools_is_shown_none() -> None:
     tools = [{"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object"}}]
     function = {"name": "weather", "description": "Weather of a city", "parameters": {"type": "object"}}
     assert read(tools=tools).chat_options({}).tools == [{"type": "function", "function": function}]
@@ -161,7 +161,7 @@ def test_the_stop_reason_says_why_it_stopped(output: CompletionOutput, expected:
     assert stop_of(output, used_tokens=5) == expected
 
 
-def test_an_answer_that_filled_the_model_says_so() -> None:
+def test_an_answer_that_filled_the_context_has_that_stop_reason() -> None:
     output = CompletionOutput(0, "", [], finish_reason="length")
     assert stop_of(output, used_tokens=4) == ("model_context_window_exceeded", None)
 

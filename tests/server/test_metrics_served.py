@@ -70,7 +70,7 @@ def test_a_request_that_the_engine_does_not_take_is_refused(engine: FakeEngine, 
     assert not any(name.startswith("vllm:request_success") for name in told)
 
 
-def test_figures_are_for_those_with_a_key_and_the_page_itself_for_everybody(engine: FakeEngine) -> None:
+def test_figures_need_a_key_and_the_page_itself_does_not(engine: FakeEngine) -> None:
     with TestClient(create_app(engine, ServerSettings(api_keys=("k",)))) as client:
         assert [client.get(path).status_code for path in ("/", "/page/page.css", "/page/page.js", "/page/icon.svg")] == [200] * 4
         assert [client.get(path).status_code for path in ("/metrics", "/page/live", "/version")] == [401] * 3

@@ -49,7 +49,7 @@ def test_a_package_that_is_missing_is_named_with_its_remedy_before_anything_star
     assert done.stderr == f'error: dovetail serve needs {MODULES[module]}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
 
 
-def test_without_the_extra_the_server_says_so_in_one_sentence() -> None:
+def test_without_the_extra_the_server_fails_with_one_sentence() -> None:
     done = run(list(MODULES), "serve", "demo", "--port", "0")
     assert done.returncode == 2
     needed = ", ".join(MODULES.values())
@@ -82,7 +82,7 @@ def no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_grammars")
-def test_a_server_without_grammars_says_so_when_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_without_grammars_logs_it_on_start(caplog: pytest.LogCaptureFixture) -> None:
     assembly = assemble({"model": "demo"}, {})
     assembly.prepare_grammars()
     for thread in threading.enumerate():

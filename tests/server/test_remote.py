@@ -94,7 +94,7 @@ def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: P
 
 
 @pytest.mark.parametrize("link", [pytest.param("thread", marks=pytest.mark.slow), "zmq"])  # what such a listener hears, both make in one place
-def test_a_listener_that_wants_nothing_but_text_hears_the_same_text(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
+def test_a_listener_that_wants_only_text_gets_the_same_text(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
             heard = await asyncio.gather(*(ask(at.engine, str(i), PROMPTS[i], params, is_plain=True) for i, params in enumerate(many_params())))
@@ -206,7 +206,7 @@ def test_when_the_engine_dies_everybody_is_told(link: Link, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("where", ["on_output", "on_text"])
-def test_a_failing_listener_harms_nobody_else(tmp_path: Path, where: str) -> None:
+def test_a_failing_listener_does_not_affect_others(tmp_path: Path, where: str) -> None:
     class Broken(Collector):
         def on_output(self, output: RequestOutput) -> None:
             if where == "on_output":

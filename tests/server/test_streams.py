@@ -119,7 +119,7 @@ async def test_a_cancelled_task_leaves_nothing_in_the_engine(fake: Callable[...,
         await engine.until_aborted(1)
 
 
-async def test_a_slow_reader_is_told_and_dropped_and_slows_nobody(fake: Callable[..., FakeEngine]) -> None:
+async def test_a_slow_reader_gets_an_error_and_is_dropped_without_slowing_others(fake: Callable[..., FakeEngine]) -> None:
     engine = fake(*["x" * 1000] * 20_000, paced=True)
     async with serving(engine, ServerSettings(max_backlog_bytes=100_000)) as url, httpx.AsyncClient(base_url=url) as http:
         reader, writer = await connected(url, STREAM)
@@ -147,7 +147,7 @@ async def test_a_request_has_its_time(fake: Callable[..., FakeEngine]) -> None:
     assert len(engine.aborted) == 2
 
 
-async def test_everybody_waiting_hears_of_the_engines_death(fake: Callable[..., FakeEngine]) -> None:
+async def test_all_waiting_clients_get_the_engines_error(fake: Callable[..., FakeEngine]) -> None:
     engine = fake(paced=True)
     async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:
         asking = [asyncio.create_task(http.post("/v1/completions", json={**STREAM, "stream": stream})) for stream in (True, False)]

@@ -80,7 +80,7 @@ def test_what_is_found_wrong_in_compiling_ends_its_request_alone(llm: LLM) -> No
     assert right.text == "a"
 
 
-def test_who_waits_for_a_grammar_keeps_nobody_waiting() -> None:
+def test_a_request_that_waits_for_a_grammar_does_not_delay_others() -> None:
     engine, assembly = toy_engine()
     with engine:
         engine.add_request("slow", "ROMEO:", SamplingParams(structured={"choice": ["hangs"]}))
