@@ -2,6 +2,7 @@
 
     python -m bench.attention                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
     python -m bench.attention --only decode --tune   # every candidate of the tuning table, quickest first
+    python -m bench.attention --kinds latent sinks softcap   # layers of DeepSeek's, gpt-oss' and Gemma 2's kind instead
     python -m bench.attention --fp8                  # either with K and V in FP8; `bench.kv_fp8` has both beside each other
 
 Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that together they exceed the L2 many times. All is
@@ -15,7 +16,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -46,16 +47,26 @@ class Model:
     block_size: int = 16
     window: int | None = None
     cache_dtype: str | None = None  # of K and V, if another
+    sinks: bool = False
+    softcap: float | None = None
+    v_in_k: int | None = None  # numbers of K that are V, in a latent layer
 
     def __str__(self) -> str:
         window = f" window {self.window}" if self.window else ""
         cache = f" over {self.cache_dtype}" if self.cache_dtype else ""
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}{cache}, block {self.block_size}{window}"
+        kind = (" sinks" if self.sinks else "") + (" softcap" if self.softcap else "") + (" latent" if self.v_in_k else "")
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}{cache}, block {self.block_size}{window}{kind}"
+
+    def spec(self, index: int) -> LayerSpec:
+        latent = self.v_in_k is not None
+        return LayerSpec(
+            index, self.heads, self.kv_heads, self.head_size, self.head_size**-0.5, self.window, self.sinks, self.softcap, latent, self.v_in_k
+        )
 
     @property
     def bytes_per_token(self) -> int:
         dtype: torch.dtype = getattr(torch, self.cache_dtype or self.dtype)
-        return 2 * self.kv_heads * self.head_size * dtype.itemsize
+        return (1 if self.v_in_k else 2) * self.kv_heads * self.head_size * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -111,6 +122,11 @@ DECODE_MODELS = (
     Model(dtype="float32"),
     Model(window=512),
 )
+KINDS = {  # decode and prefill
+    "latent": (Model(20, 1, 576, v_in_k=512), Model(16, 1, 576, v_in_k=512), Model(128, 1, 576, v_in_k=512)),
+    "sinks": (Model(64, 8, 64), Model(64, 8, 64, sinks=True), Model(64, 8, 64, sinks=True, window=128)),
+    "softcap": (Model(16, 8, 256), Model(16, 8, 256, softcap=50.0), Model(32, 16, 128, softcap=50.0, window=4096)),
+}
 PREFILL_MODELS = (Model(32, 8), Model(32, 8, block_size=256), Model(32, 8, 64), Model(32, 8, 256), Model(16, 16), Model(32, 8, window=1024))
 
 
@@ -146,9 +162,10 @@ class Bench:
         num_layers = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
         self.backend = TritonAttention(NoOptions(), AttentionContext("cuda", model.dtype, model.block_size, model.cache_dtype))
         self.tilings = self.backend.tilings  # what an engine uses on this GPU
-        spec = (model.heads, model.kv_heads, model.head_size, model.head_size**-0.5, model.window)
-        self.layers = [self.backend.make_layer(LayerSpec(i, *spec)) for i in range(num_layers)]
+        self.layers = [self.backend.make_layer(model.spec(i)) for i in range(num_layers)]
         for layer in self.layers:
+            if model.sinks:
+                layer.bind_sinks(torch.zeros(model.heads, dtype=getattr(torch, model.dtype), device=DEVICE))
             layer.kv_scales = KVScales(*(torch.tensor(0.05, device=DEVICE) for _ in range(2))) if model.cache_dtype else None
         self.backend.allocate(num_blocks)
         self.labels = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
@@ -170,7 +187,7 @@ class Bench:
             self.backend.plan(self._batch(np.zeros((1, 1), np.int32), [len(slots)], [len(slots)], slots, 0))
             k, v = (torch.randn(len(slots), self.model.kv_heads, self.model.head_size, dtype=dtype, device=DEVICE) for _ in range(2))
             for layer in self.layers:
-                layer.write(k, v)
+                layer.write(k, None if self.model.v_in_k else v)
 
     def use(self, tilings: Tilings) -> None:
         """Plan the load with such tilings."""
@@ -216,12 +233,13 @@ class Bench:
 
     @property
     def operations(self) -> int:
-        return 4 * self.model.heads * self.model.head_size * self.load.seen(self.model.window)
+        numbers = self.model.head_size + (self.model.v_in_k or self.model.head_size)
+        return 2 * self.model.heads * numbers * self.load.seen(self.model.window)
 
 
 def flash_decode_seconds(model: Model, load: Load) -> float | None:
     """Return flash-attn over pages of 256, or None if unsupported."""
-    if not flash_can(model) or load.shared or model.window or model.cache_dtype:
+    if load.shared or model.window or model.cache_dtype or not flash_can(model):
         return None
     from flash_attn import flash_attn_with_kvcache
 
@@ -270,6 +288,8 @@ def flash_prefill_seconds(model: Model, load: Load) -> float | None:
 @functools.cache
 def flash_can(model: Model) -> bool:
     """Return True if flash-attn is installed and computes such a model correctly: builds without a kernel return wrong numbers."""
+    if model.sinks or model.softcap or model.v_in_k:
+        return False
     try:
         from flash_attn import flash_attn_func
     except ImportError:
@@ -285,10 +305,10 @@ def flash_can(model: Model) -> bool:
     return bool((out - expected).abs().max() < 0.1)
 
 
-def decode_table(bandwidth: float, cache_dtype: str | None) -> None:
+def decode_table(bandwidth: float, cache_dtype: str | None, models: Sequence[Model]) -> None:
     print(f"\ndecode: K and V read, TB/s (device copy: {bandwidth / 1e12:.2f})")
     print(f"{'model':52} {'load':28} {'us':>8} {'TB/s':>6} {'of copy':>8} {'plan us':>8} {'flash-attn':>11}")
-    for model in DECODE_MODELS:
+    for model in models:
         for load in DECODES if model == Model() else DECODES[:3]:
             bench = Bench(replace(model, cache_dtype=cache_dtype), load)
             seconds, plan = bench.seconds(), bench.plan_seconds()
@@ -299,10 +319,10 @@ def decode_table(bandwidth: float, cache_dtype: str | None) -> None:
             print(f"{model!s:52} {load.name:28} {row}", flush=True)
 
 
-def prefill_table(cache_dtype: str | None) -> None:
+def prefill_table(cache_dtype: str | None, models: Sequence[Model]) -> None:
     print("\nprefill: TFLOP/s of the scores that are seen")
     print(f"{'model':52} {'load':28} {'ms':>8} {'TFLOP/s':>8} {'plan us':>8} {'flash-attn':>11}")
-    for model in PREFILL_MODELS:
+    for model in models:
         for load in PREFILLS:
             bench = Bench(replace(model, cache_dtype=cache_dtype), load)
             seconds, plan = bench.seconds(), bench.plan_seconds()
@@ -350,8 +370,8 @@ def fixed(tiling: DecodeTiling | PrefillTiling, usual: Tilings) -> Tilings:
     return replace(usual, prefill=lambda shape: tiling)
 
 
-def tuning_table(decode: bool, cache_dtype: str | None) -> None:
-    for model in DECODE_MODELS if decode else PREFILL_MODELS:
+def tuning_table(decode: bool, cache_dtype: str | None, models: Sequence[Model]) -> None:
+    for model in models:
         for load in DECODES[:3] if decode else PREFILLS:
             print(f"\n{model}, {load.name}")
             for seconds, tiling in tune(replace(model, cache_dtype=cache_dtype), load, decode_candidates() if decode else prefill_candidates())[:10]:
@@ -363,17 +383,20 @@ def main() -> None:
     parser.add_argument("--only", choices=["decode", "prefill"])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--fp8", dest="cache_dtype", action="store_const", const=FP8, help="K and V in FP8")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="layers of these kinds instead of plain ones")
     args = parser.parse_args()
+    of_kinds = [model for kind in args.kinds or () for model in KINDS[kind]]
     require_gpu()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
     for what in ("decode", "prefill") if args.only is None else (args.only,):
+        models = of_kinds or (DECODE_MODELS if what == "decode" else PREFILL_MODELS)
         if args.tune:
-            tuning_table(what == "decode", args.cache_dtype)
+            tuning_table(what == "decode", args.cache_dtype, models)
         elif what == "decode":
-            decode_table(bandwidth, args.cache_dtype)
+            decode_table(bandwidth, args.cache_dtype, models)
         else:
-            prefill_table(args.cache_dtype)
+            prefill_table(args.cache_dtype, models)
 
 
 if __name__ == "__main__":

@@ -455,6 +455,22 @@ def test_the_trial_before_a_gpu_is_relied_on_is_passed() -> None:
 
 
 @gpu
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_sinks_count_once_where_loading_warps_compute_prefills_in_parts(head_size: int) -> None:
+    """On a Hopper; elsewhere by the plain kernel."""
+    assert_as_defined(
+        Case((0, 1250, 6000), (300, 70, 64), heads=16, kv_heads=2, head_size=head_size, dtype="bfloat16", sinks=(True,)), HALF["bfloat16"]
+    )
+
+
+@gpu
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_latents_of_true_sizes_are_attended_as_defined(heads: int) -> None:
+    case = Case((0, 1250, 6000, 700, 5), (300, 70, 1, 1, 1), heads=heads, kv_heads=1, head_size=576, v_in_k=512, dtype="bfloat16", padding=3)
+    assert_as_defined(case, HALF["bfloat16"])
+
+
+@gpu
 def test_a_graph_leaves_rows_that_became_padding_alone() -> None:
     case = on_device(Case((300, 5, 17, 90), (1,) * 4, padding=4))
     bench = Bench(TritonAttention, case)
