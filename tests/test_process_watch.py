@@ -62,7 +62,7 @@ def test_a_process_counts_as_stopped_once_it_has_been_for_long(process: subproce
     assert clock.pass_in_turns(1, watch, process.pid)
 
 
-def test_a_process_that_goes_on_in_time_begins_anew(process: subprocess.Popen[bytes], clock: Time) -> None:
+def test_a_process_that_continues_in_time_starts_over(process: subprocess.Popen[bytes], clock: Time) -> None:
     watch = ProcessWatch()
     for _ in range(3):
         stop(process)
@@ -89,5 +89,5 @@ def test_a_process_that_is_gone_is_not_stopped(process: subprocess.Popen[bytes],
 
 
 @pytest.mark.parametrize(("code", "said"), [(3, "ended with exit code 3"), (-9, "was killed by SIGKILL"), (-35, "was killed by signal 35")])
-def test_the_end_of_a_process_is_told_also_for_signals_without_a_name(code: int, said: str) -> None:
+def test_the_end_of_a_process_is_reported_also_for_signals_without_a_name(code: int, said: str) -> None:
     assert how_ended(code) == said

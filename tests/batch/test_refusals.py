@@ -155,7 +155,7 @@ MANIFEST_OF_TEXTS = json.dumps({"version": 1, "sha256": "x", "settings": {}, "ro
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 2}', json.dumps({"version": 1, "sha256": "x"}), MANIFEST_OF_TEXTS, "[" * 10**5])
-def test_a_manifest_that_is_none_is_told(tmp_path: Path, text: str) -> None:
+def test_an_invalid_manifest_is_reported(tmp_path: Path, text: str) -> None:
     write_rows(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "answers").mkdir()
     (tmp_path / "answers" / "manifest.json").write_text(text)

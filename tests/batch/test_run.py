@@ -149,7 +149,7 @@ def test_rows_that_fail_say_why_and_the_others_are_answered(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize("engines", [1, 3])
-def test_a_job_that_is_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+def test_a_job_that_is_interrupted_anywhere_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
     """Every run is stopped after at most nine stored answers, regardless of what else was computed; changing performance settings doesn't make
     another job."""
     write_rows(tmp_path / "rows.jsonl", toy_rows(40))
@@ -347,7 +347,7 @@ def test_a_job_runs_where_the_program_gives_all_sockets_a_time_limit(tmp_path: P
     assert len(answers(tmp_path)) == 2
 
 
-def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_is_reported(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(2))
     assert "engine: " in run_job(write_job(tmp_path, engine=str(tmp_path / "no-model")), code=2)
 

@@ -70,7 +70,7 @@ def killed_at(operation: int, directory: Path, seed: int) -> tuple[bool, set[int
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, kept
 
 
-def test_whoever_is_killed_at_any_file_operation_goes_on_with_what_is_left(tmp_path: Path) -> None:
+def test_a_job_killed_at_any_file_operation_resumes_with_the_rest(tmp_path: Path) -> None:
     operation, died = 0, True
     while died:
         operation += 1
@@ -126,7 +126,7 @@ def test_a_shard_whose_file_is_empty_is_computed_again(tmp_path: Path) -> None:
     assert answered(tmp_path) == list(range(1, ROWS + 1))
 
 
-def test_a_full_disk_ends_the_job_with_a_sentence_and_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_job_with_a_sentence_and_it_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

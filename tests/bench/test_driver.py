@@ -31,7 +31,7 @@ def test_every_token_is_stamped_in_order_and_none_before_its_request_arrives() -
     assert [len(timeline.stamps) for timeline in driver.of("other")] == [1]
 
 
-def test_a_run_that_ends_early_goes_on_later() -> None:
+def test_a_run_that_ends_early_continues_later() -> None:
     with LLMEngine.from_config("demo", max_model_len=128) as engine:
         driver = Driver(engine)
         driver.schedule("request", engine.now(), [1, 2], 50)
@@ -41,7 +41,7 @@ def test_a_run_that_ends_early_goes_on_later() -> None:
         assert len(driver.timelines[0].stamps) == 50
 
 
-def test_each_step_is_told_with_what_it_computed_and_the_longest_first() -> None:
+def test_each_step_is_reported_with_what_it_computed_and_the_longest_first() -> None:
     with LLMEngine.from_config("demo", max_model_len=128) as engine:
         driver = Driver(engine)
         for index in range(3):

@@ -60,7 +60,7 @@ def test_no_part_begins_that_may_not_end_in_time(tmp_path: Path, monkeypatch: py
     assert "left for another call: it may take 60 s" in capsys.readouterr().out
 
 
-def test_what_is_no_part_is_told_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_part_is_reported_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(monkeypatch, "--parts", "goo") == "--parts goo: no such part; there are good-part, bad-part, endless"
 
 

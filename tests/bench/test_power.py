@@ -26,7 +26,7 @@ def test_medians_and_the_share_at_the_limit_of_what_can_be_read(tmp_path: Path, 
     assert watch.summary() == {"sm_mhz": 1800.0, "power_w": 699.9, "power_limited_share": pytest.approx(2 / 3)}
 
 
-def test_a_program_that_goes_on_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_keeps_running_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, "exec tail -f /dev/null", monkeypatch)
     with PowerWatch() as watch:
         pass
@@ -35,7 +35,7 @@ def test_a_program_that_goes_on_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert watch.summary() == {}
 
 
-def test_without_the_program_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_program_nothing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with PowerWatch() as watch:
         pass

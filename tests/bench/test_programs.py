@@ -43,7 +43,7 @@ def test_without_a_gpu_a_program_that_measures_one_fails_with_a_message(name: st
     assert run(name, monkeypatch) == f"this measures a GPU, and torch {torch.__version__} sees none"
 
 
-def test_a_setting_without_a_value_is_told_as_such() -> None:
+def test_a_setting_without_a_value_is_reported_as_such() -> None:
     with pytest.raises(SystemExit, match="--set overlap: expected KEY=VALUE"):
         settings_of(["overlap"])
 

@@ -81,7 +81,7 @@ def test_check_tells_everything_wrong_at_once(engine_yaml: Path, site: Site) -> 
     ]
 
 
-def test_an_import_that_fails_is_told_once_with_file_and_line(engine_yaml: Path, site: Site) -> None:
+def test_an_import_that_fails_is_reported_once_with_file_and_line(engine_yaml: Path, site: Site) -> None:
     site.install(
         "dovetail-fairer",
         modules={"fairer_plugin": components(scheduler("fairer", "fairer_plugin")), "fairer_plugin_policy": "import os\nos.environ['gone']\n"},
@@ -145,7 +145,7 @@ def test_unmet_require_stops_show_and_check(engine_yaml: Path) -> None:
 
 
 @pytest.mark.parametrize(("setting", "says"), [("seed", "expected key=value"), ("=1", "expected key=value"), ("seed=[", "--set:1: not valid YAML")])
-def test_malformed_settings_are_told(setting: str, says: str) -> None:
+def test_malformed_settings_are_reported(setting: str, says: str) -> None:
     done = dovetail("show", "--set", setting)
     assert done.exit_code == 2
     assert says in done.stderr

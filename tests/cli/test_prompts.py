@@ -68,7 +68,7 @@ def test_json_keys_of_a_logit_bias_are_token_ids() -> None:
         ('{"prompt": "x", "output_kind": "delta"}', "f.jsonl:2: output_kind: unknown key"),
     ],
 )
-def test_bad_line_is_told_with_file_and_line(line: str, says: str) -> None:
+def test_bad_line_is_reported_with_file_and_line(line: str, says: str) -> None:
     with pytest.raises(RequestError) as caught:
         read('"fine"', line)
     assert says in str(caught.value)

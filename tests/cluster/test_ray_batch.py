@@ -120,7 +120,7 @@ def test_an_engine_that_fails_before_its_first_answer_ends_the_job(tmp_path: Pat
     check_whole(tmp_path, 3)
 
 
-def test_an_engine_that_cannot_start_is_told(tmp_path: Path, place: Place) -> None:
+def test_an_engine_that_cannot_start_is_reported(tmp_path: Path, place: Place) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(3))
     assert "error: engine: " in on_ray(write_job(tmp_path, engine=str(tmp_path / "no-model")), place, code=2)
 
@@ -160,7 +160,7 @@ def test_an_error_of_rays_is_followed_by_another_attempt_if_there_was_an_answer(
 
 
 @fake_only
-def test_an_interrupted_job_goes_on_and_leaves_no_connection(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_job_continues_and_leaves_no_connection(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(place, FakePlace)
     write_rows(tmp_path / "rows.jsonl", toy_rows(60))
     keep, calls = OpenJob.keep, []
@@ -200,7 +200,7 @@ def test_an_interrupted_job_goes_on_and_leaves_no_connection(tmp_path: Path, pla
         ({"engine": [TOY, {**TOY, "max_num_seqs": 4}]}, ["--on", "ray", "--address", "auto"], [{"CPU": 2}], "all engines have one config"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_what_does_not_fit_is_rejected_by_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     place: Place,
@@ -233,7 +233,7 @@ def test_answers_stay_when_the_cluster_is_the_wrong_one(tmp_path: Path, place: P
 
 
 @fake_only
-def test_without_ray_the_pip_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_pip_line_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     write_rows(tmp_path / "rows.jsonl", toy_rows(3))
     told = run_job(write_job(tmp_path), "--on", "ray", "--address", "auto", code=2)

@@ -125,7 +125,7 @@ def test_wrong_arguments_are_refused_by_name(arguments: Mapping[str, Any], told:
 
 
 @fake_only
-def test_without_ray_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_pip_line_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r'pip install "dovetail-llm\[ray\]"'):
         app({})

@@ -69,7 +69,7 @@ def test_a_replica_that_is_killed_has_ended_at_once_and_its_server_too(launcher:
     until(launcher.has_room)
 
 
-def test_the_death_of_an_actor_is_told(launcher: RayLauncher) -> None:
+def test_the_death_of_an_actor_is_reported(launcher: RayLauncher) -> None:
     replica = launcher.start("one")
     until(lambda: replica.look().url is not None)
     assert isinstance(replica, RayReplica)

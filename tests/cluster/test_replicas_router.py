@@ -273,7 +273,7 @@ def test_without_the_router_the_error_names_the_pip_line(monkeypatch: pytest.Mon
         SmgRouter(settings())
 
 
-def test_a_port_that_is_taken_is_told_before_anything_starts(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_is_reported_before_anything_starts(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
     port = int(worker.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"):

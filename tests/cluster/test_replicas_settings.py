@@ -52,12 +52,12 @@ def load(tmp_path: Path, text: str) -> ClusterSettings:
         ("just text", "cluster.yaml:1: expected keys and values"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: str) -> None:
+def test_what_is_wrong_is_reported_with_its_place(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load(tmp_path, text)
 
 
-def test_a_file_that_isnt_there_is_told() -> None:
+def test_a_missing_file_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: can't be read"):
         load_cluster("nowhere.yaml")
 
@@ -89,7 +89,7 @@ def test_keys_of_an_engine_become_settings_of_its_command_line() -> None:
     assert command[2:5] == ["demo", "--set", 'scheduler={"name": "fcfs"}']
 
 
-def test_gpus_are_given_to_one_replica_each_and_too_few_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_given_to_one_replica_each_and_too_few_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 2,GPU-a")
     assert visible_gpus() == ["0", "2", "GPU-a"]
     settings = ClusterSettings.model_validate({"engine": "demo", "gpus": 2, "replicas": 2})

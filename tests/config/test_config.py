@@ -150,16 +150,16 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ("just text", "engine.yaml:1: expected keys and values"),
     ],
 )
-def test_what_is_wrong_is_told_with_file_and_line(write: Any, text: str, says: str) -> None:
+def test_what_is_wrong_is_reported_with_file_and_line(write: Any, text: str, says: str) -> None:
     assert errors_of(write(text))[0].startswith(says)
 
 
-def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(write: Any) -> None:
+def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(write: Any) -> None:
     lines = errors_of(write("zzz: 1\nseed: x\ndtype: y\nmodel: 1"))
     assert [line.split(": ")[:2] for line in lines] == [[f"engine.yaml:{n}", key] for n, key in enumerate(("zzz", "seed", "dtype", "model"), 1)]
 
 
-def test_unreadable_files_are_told(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path) -> None:
     assert errors_of(tmp_path / "none.yaml")[0].endswith("can't be read: No such file or directory")
     (tmp_path / "folder.yml").mkdir()
     assert "can't be read" in errors_of(tmp_path / "folder.yml")[0]
@@ -208,7 +208,7 @@ def test_overrides(write: Any, overrides: dict[str, Any], key: str, expected: An
         ({"": 1}, "override: unknown key"),
     ],
 )
-def test_wrong_overrides_are_told(overrides: dict[str, Any], says: str) -> None:
+def test_wrong_overrides_are_reported(overrides: dict[str, Any], says: str) -> None:
     assert errors_of("demo", **overrides)[0].startswith(says)
 
 
@@ -286,7 +286,7 @@ def test_a_limit_can_be_set_by_a_dotted_key() -> None:
 
 @pytest.mark.parametrize("key", ["limits", "plugins"])
 @pytest.mark.parametrize("value", ["", " 3", " [a]"])
-def test_a_section_without_keys_is_told_in_words_of_yaml(write: Any, key: str, value: str) -> None:
+def test_a_section_without_keys_is_reported_in_words_of_yaml(write: Any, key: str, value: str) -> None:
     [error] = errors_of(write(f"{key}:{value}  # a: 1"))
     assert "expected keys and values below it, got " in error
     assert "dictionary" not in error

@@ -85,7 +85,7 @@ def test_values_are_counted_while_they_are_read(tmp_path: Path, monkeypatch: pyt
         ("kv_cache_memory: 16EiB", "engine.yaml:1: kv_cache_memory: expected less than 9223372036854775808"),
     ],
 )
-def test_odd_values_are_told_in_a_line_with_their_place(tmp_path: Path, text: str, says: str) -> None:
+def test_odd_values_are_reported_in_a_line_with_their_place(tmp_path: Path, text: str, says: str) -> None:
     error = error_of(tmp_path, text)
     assert error.startswith(says)
     assert len(error) < 700
@@ -99,7 +99,7 @@ def test_odd_values_are_told_in_a_line_with_their_place(tmp_path: Path, text: st
         ("observers:\n" + "- 3\n" * 30, "engine.yaml:2: observers.0: expected a component's name"),
     ],
 )
-def test_of_many_problems_ten_are_told_and_the_rest_counted(tmp_path: Path, text: str, first: str) -> None:
+def test_of_many_problems_ten_are_reported_and_the_rest_counted(tmp_path: Path, text: str, first: str) -> None:
     *lines, last = error_of(tmp_path, text).splitlines()
     assert len(lines) == LISTED
     assert lines[0].startswith(first)

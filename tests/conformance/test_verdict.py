@@ -135,7 +135,7 @@ def test_deselecting_a_check_fails_the_session(tmp_path: Path, args: list[str]) 
     assert matches("NOT CONFORMANT …tiny.second…", lines["TestGood"])
 
 
-def test_where_a_check_hung_is_told(printed: str) -> None:
+def test_where_a_check_hung_is_reported(printed: str) -> None:
     said = r"it hung, and was ended after 1 s; the suite's time_limit_s gives it longer"
     assert re.search(said + r"\n.* in wait \(threading\.py:\d+\)(\n.*)* in wait \(tiny\.py:\d+\)", printed), printed
 

@@ -330,7 +330,7 @@ def test_errors_of_a_request_reach_its_caller_alone(shared: AsyncLLMEngine, prom
     run(main())
 
 
-def test_a_duplicate_id_is_refused_and_the_first_goes_on(shared: AsyncLLMEngine) -> None:
+def test_a_duplicate_id_is_refused_and_the_first_continues(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
         first = asyncio.create_task(tokens_of(shared.generate("a", [3], ENDLESS)))
         second = asyncio.create_task(tokens_of(shared.generate("a", [3], ENDLESS)))

@@ -361,7 +361,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), FIELDS, ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)
-def test_a_wrong_field_is_refused_by_name(engine: LLMEngine, alone: Any, fields: dict[str, Any], said: str) -> None:
+def test_a_wrong_field_is_rejected_by_name(engine: LLMEngine, alone: Any, fields: dict[str, Any], said: str) -> None:
     with in_company(engine, alone), pytest.raises(RequestError, match=said):
         engine.add_request(**{"request_id": "bad", "prompt": "a", **fields})
 
@@ -586,7 +586,7 @@ def test_a_prompt_is_truncated_to_its_last_tokens(engine: LLMEngine, alone: Any,
     assert list(outputs["long"].prompt_token_ids) == list(range(500 - MAX_LEN + 1, 500))
 
 
-def test_what_components_are_told_is_no_longer_the_caller_s(engine: LLMEngine) -> None:
+def test_objects_given_to_components_are_copies_of_the_caller_s(engine: LLMEngine) -> None:
     class Told(BaseModel):
         levels: list[int]
 
@@ -691,7 +691,7 @@ def test_a_wrong_config_is_refused(config: dict[str, Any], error: type[DovetailE
         LLMEngine.from_config({"model": "demo", **config})
 
 
-def test_a_package_that_a_library_lacks_is_told_as_such_and_not_as_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_a_library_lacks_is_reported_as_such_and_not_as_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*arguments: object) -> None:
         raise ModuleNotFoundError("No module named 'httpx2'")
 
@@ -700,7 +700,7 @@ def test_a_package_that_a_library_lacks_is_told_as_such_and_not_as_a_lack_of_mem
         LLMEngine.from_config({"model": "demo"})
 
 
-def test_a_wrong_key_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_wrong_key_of_a_file_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "engine.yaml").write_text("model: demo\nschedular: fcfs\n")
     with pytest.raises(ConfigError, match=r"engine.yaml:2: schedular: unknown key, did you mean scheduler\?"):
         LLMEngine.from_config(tmp_path / "engine.yaml")
@@ -709,7 +709,7 @@ def test_a_wrong_key_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [{"scheduler": {"name": "vtc", "x": 1}}, {"tokenizer": "/no/such"}, {"kv_cache": {"name": "prefix", "x": 1}}], ids=str
 )
-def test_what_is_wrong_beside_the_model_is_told_before_its_weights_are_read(config: dict[str, Any]) -> None:
+def test_what_is_wrong_beside_the_model_is_reported_before_its_weights_are_read(config: dict[str, Any]) -> None:
     read: list[str] = []
     with pytest.raises(ConfigError):
         LLMEngine.from_config({"model": "demo", **config}, progress=lambda what, done, total: read.append(what))

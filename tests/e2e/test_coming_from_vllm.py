@@ -98,7 +98,7 @@ def test_a_value_of_another_type_is_not_taken_for_what_is_so_anyway(value: Any) 
         translated({"tensor_parallel_size": value})
 
 
-def test_each_translation_is_told_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_translation_is_reported_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         translated({"enforce_eager": True, "swap_space": 4, "max_model_len": 64, "seed": 0})
     assert [(record.levelno, record.name, record.message) for record in caplog.records] == [

@@ -84,7 +84,7 @@ def test_greedy_tokens_of_gpt_oss_are_those_of_transformers(lens: list[int], see
         ({"num_local_experts": 9}, r"lacks 6 tensors .model.layers.0.mlp.experts.8.down_proj.weight"),
     ],
 )
-def test_a_config_that_cannot_be_served_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+def test_a_config_that_cannot_be_served_is_rejected_by_name(fields: dict[str, Any], said: str) -> None:
     with checkpoint(Qwen3MoeConfig(**TINY)) as (directory, _):
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -99,7 +99,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(fields: dict[str, Any
         ("model.layers.1.mlp.gate.weight", r"tensor model.layers.1.mlp.gate.weight: expected shape \[8, 32\], found \[7, 32\]"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_its_config_is_refused_by_name(name: str, said: str) -> None:
+def test_a_checkpoint_that_does_not_fit_its_config_is_rejected_by_name(name: str, said: str) -> None:
     with checkpoint(Qwen3MoeConfig(**TINY)) as (directory, _):
         path = directory / "model.safetensors"
         tensors = load_file(path)

@@ -123,7 +123,7 @@ def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_second_bos_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_bos_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(DEMO).transformers
     tokenizer.bos_token = bos = "<|endoftext|>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])

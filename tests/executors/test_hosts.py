@@ -188,7 +188,7 @@ def test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check(other: Age
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_of_another_host_that_is_killed_is_named_and_the_host_goes_on(other: Agent, port: int, size: int) -> None:
+def test_a_rank_of_another_host_that_is_killed_is_named_and_the_host_continues(other: Agent, port: int, size: int) -> None:
     with nothing_left(), over_hosts(port, size) as one:
         victim = other.ranks()[-1]
         os.kill(victim, signal.SIGKILL)

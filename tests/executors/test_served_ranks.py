@@ -34,7 +34,7 @@ def test_a_server_that_is_asked_nothing_ends_when_a_rank_dies_and_says_which(sta
 
 
 @pytest.mark.slow
-def test_clients_are_told_which_rank_died(start: Callable[..., Server]) -> None:
+def test_clients_get_the_name_of_the_dead_rank(start: Callable[..., Server]) -> None:
     server = start(*RANKS)
     streams = begin(server, 4)
     [rank] = ranks_of(server)

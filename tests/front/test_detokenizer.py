@@ -128,14 +128,14 @@ def test_half_a_character_at_the_end_shows_only_at_the_flush() -> None:
 
 @examples(quick=100, full=2000)
 @given(st.lists(st.sampled_from([2, 3, 4, 5, 6, 1]), max_size=30), st.lists(st.sampled_from([2, 3, 6]), min_size=1, max_size=20))
-def test_text_goes_on_from_the_prompt(output: list[int], prompt: list[int]) -> None:
+def test_text_continues_from_the_prompt(output: list[int], prompt: list[int]) -> None:
     """Decoded alone, an output's first word would lose its space."""
     whole, before = metaspace().decode([*prompt, *output], True), metaspace().decode(prompt, True)
     assert before + "".join(fed(plain(metaspace(), prompt), output)) == whole
 
 
 @pytest.mark.parametrize("prompt", [[2] + [1] * 8, [metaspace().backend.token_to_id(f"<0x{byte:02X}>") for byte in SMILE * 3]])
-def test_text_goes_on_from_a_prompt_whose_last_tokens_say_nothing(prompt: list[int]) -> None:
+def test_text_continues_from_a_prompt_whose_last_tokens_say_nothing(prompt: list[int]) -> None:
     """Special tokens, which aren't shown, and bytes that begin in the middle of a character."""
     smile = [metaspace().backend.token_to_id(f"<0x{byte:02X}>") for byte in SMILE]
     assert "".join(fed(plain(metaspace(), prompt), [3, *smile, 3])) == " world😀 world"

@@ -88,7 +88,7 @@ def test_greedy_tokens_from_cuda_graphs_are_nearly_the_likeliest_in_float32(atte
 
 
 @pytest.mark.parametrize(("attention", "graphs"), [("torch", "none"), ("triton", "decode"), ("flash_attn", "decode")])
-def test_which_backends_run_in_graphs_is_told(attention: str, graphs: str, reference: Reference) -> None:
+def test_which_backends_run_in_graphs_is_reported(attention: str, graphs: str, reference: Reference) -> None:
     skip_unless_usable(attention, "bfloat16", 128)
     settings = settings_for(attention, model=str(reference.directory), dtype="bfloat16", generation_config="none", max_model_len=512)
     with LLMEngine.from_config(settings) as engine:

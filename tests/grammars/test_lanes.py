@@ -70,7 +70,7 @@ def test_answers_that_need_masks_together_get_lanes_of_their_own(context: Gramma
         assert all(matcher.accept(letter) for matcher in answers)
 
 
-def test_what_is_too_much_for_a_further_lane_goes_on_in_the_first() -> None:
+def test_what_is_too_much_for_a_further_lane_continues_in_the_first() -> None:
     backend, grammar = compiled(BYTES)
     tokenizer = llguidance.LLTokenizer(Bytes(), eos_token=[STOP], slices=[])
     lark = '%llguidance {"no_forcing": true}\nstart: /(a|b)*a(a|b){12}/\n'

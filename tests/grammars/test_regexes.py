@@ -64,6 +64,6 @@ def test_anchors_at_the_ends_change_nothing(pattern: str) -> None:
         ("(?:" * 5000 + "a" + ")" * 5000, "nested too deeply"),
     ],
 )
-def test_what_cant_be_followed_is_refused_by_name(pattern: str, named: str) -> None:
+def test_what_cant_be_followed_is_rejected_by_name(pattern: str, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         rewritten(SPEC, pattern, RUST)

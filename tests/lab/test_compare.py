@@ -36,7 +36,7 @@ def test_the_same_runs_are_said_to_be_the_same() -> None:
     assert compared(same, same).versus[0].verdict == "B does what A does: no measurable difference, every token came at the same time"
 
 
-def test_a_cut_is_told_with_its_interval_and_what_doesnt_differ_without() -> None:
+def test_a_cut_is_reported_with_its_interval_and_what_doesnt_differ_without() -> None:
     base = ttfts()
     verdict = compared([run_of_ttfts(base)], [run_of_ttfts(0.69 * base)]).versus[0].verdict
     assert verdict.startswith("B cuts mean TTFT by 31 % [31, 31], cuts p99 TTFT by 31 % [31, 31]")

@@ -105,7 +105,7 @@ def test_a_new_policy_appears_by_being_installed(tmp_path: Path, monkeypatch: py
     assert next(iter(entries(["fair"]))).digest != fair.digest, "results of the policy as it was don't count any more"
 
 
-def test_a_leaderboard_goes_on_where_it_was_stopped(tmp_path: Path, made_up: list[BoardRun]) -> None:
+def test_a_leaderboard_resumes(tmp_path: Path, made_up: list[BoardRun]) -> None:
     common = ("leaderboard", "--out", tmp_path, "--traces", "chat,code", "--seeds", 2, "--jobs", 1)
     lab(*common, "--only", "fcfs,sjf")
     assert len(made_up) == 8

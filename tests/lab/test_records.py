@@ -48,7 +48,7 @@ def test_a_saved_run_comes_back_as_it_was(tmp_path: Path, gaps: list[list[float]
         ('{"dovetail_lab_run": 1, "requests": 3}', "damaged"),
     ],
 )
-def test_a_file_that_is_no_run_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+def test_a_file_that_is_no_run_is_rejected_by_name(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"run\.json: .*{says}"):
@@ -64,7 +64,7 @@ def test_a_file_that_is_no_run_is_refused_by_name(tmp_path: Path, text: str, say
         (lambda document: document["timeline"].pop("kv_held"), "kv_held"),
     ],
 )
-def test_a_damaged_run_is_refused_by_name(tmp_path: Path, damage: Callable[[Any], object], says: str) -> None:
+def test_a_damaged_run_is_rejected_by_name(tmp_path: Path, damage: Callable[[Any], object], says: str) -> None:
     path = tmp_path / "run.json"
     run([record(0, 0.2)]).save(path)
     document = json.loads(path.read_text())

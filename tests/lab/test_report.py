@@ -142,7 +142,7 @@ def test_counts_on_the_page_are_those_of_all_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_requests_are_told_for_each_policy_where_they_differ(tmp_path: Path) -> None:
+def test_requests_are_reported_for_each_policy_where_they_differ(tmp_path: Path) -> None:
     write_report(Report("apart", "", {"A": [run([record(0, 0.5)])], "B": [run([record(i, 0.5) for i in range(2)], seed=7)]}), tmp_path)
     assert "A: 1 request, seed 0; B: 2 requests, seed 7." in (tmp_path / "report.html").read_text()
 

@@ -29,14 +29,14 @@ def test_a_finding_survives_if_it_is_the_same_with_shorter_and_longer_steps() ->
     assert "doesn't survive" not in repeated.verdict(0)
 
 
-def test_a_finding_that_vanishes_or_turns_around_is_told_with_the_steps_that_undo_it() -> None:
+def test_a_finding_that_vanishes_or_turns_around_is_reported_with_the_steps_that_undo_it() -> None:
     repeated = Repeated(ERRORS, compared(1, 0.7), compared(1, 1), compared(1, 1.3))
     assert "doesn't survive: cuts mean TTFT (no measurable difference with shorter steps, worse with longer steps)" in repeated.verdict(0)
     line = repeated.nominal.versus[0].line("ttft", "p99")
     assert (repeated.survives(0, line), repeated.cells(0, line)) == (False, ["0.0 %", "+30.0 %"])
 
 
-def test_what_is_measurable_at_other_step_times_only_is_told() -> None:
+def test_what_is_measurable_at_other_step_times_only_is_reported() -> None:
     repeated = Repeated(ERRORS, compared(1, 1), compared(1, 1), compared(1, 1.3))
     assert "measurable only then: raises mean TTFT with longer steps" in repeated.verdict(0)
     assert Repeated(ERRORS, *[compared(1, 1)] * 3).verdict(0) == "B against A: no measurable difference then either"

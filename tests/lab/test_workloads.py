@@ -129,7 +129,7 @@ def test_no_two_requests_have_one_id() -> None:
     assert len({request.id for request in trace}) == len(trace)
 
 
-def test_a_client_s_stream_is_the_same_beside_any_other() -> None:
+def test_a_client_s_stream_is_the_same_next_to_any_other() -> None:
     chat = f"chat: arrivals=poisson(2) requests=20 {SHORT}"
     both = drawn(f"{chat}; batch: arrivals=constant(1) requests=5 {SHORT}")
     assert drawn(chat).requests == tuple(request for request in both if request.client == "chat")

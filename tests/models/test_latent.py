@@ -110,6 +110,6 @@ def test_only_layers_that_predict_further_tokens_are_skipped(layer: int, skipped
         ({"attention_bias": True, "q_lora_rank": None}, "attention_bias"),
     ],
 )
-def test_what_it_does_not_compute_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_what_it_does_not_compute_is_rejected_by_name(fields: dict[str, Any], named: str) -> None:
     config = small(**fields)
     assert any(named in reason for reason in arch_of(config).reasons_against(config))

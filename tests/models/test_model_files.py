@@ -312,6 +312,6 @@ WINDOWS = {"num_hidden_layers": 2, "sliding_window": 8, "use_sliding_window": Tr
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_field_that_changes_the_numbers_is_refused_by_name(config: Any, named: str) -> None:
+def test_a_field_that_changes_the_numbers_is_rejected_by_name(config: Any, named: str) -> None:
     reasons = arch_of(config).reasons_against(config)
     assert any(named in reason for reason in reasons), reasons

@@ -131,7 +131,7 @@ def test_what_is_left_out_stays_plain() -> None:
         (of_group(weights=FLOAT8) | {"transform_config": {"R1": {}}}, "transform_config = .* is not implemented"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(said: dict[str, Any], why: str) -> None:
+def test_what_is_not_implemented_is_rejected_by_name(said: dict[str, Any], why: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"^somewhere/config.json: quantization_config: (.|\n)*{why}"):
         choose(said)
 
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_is_not_as_its_config_says_is_refused(
 @pytest.mark.parametrize(
     ("name", "word", "why"), [("ct-w4a16", "weight_scale", "scales must be finite"), ("qwen3-fp8", "weight_scale_inv", "scales must be finite")]
 )
-def test_a_wrong_tensor_is_told_with_those_that_are_stored_with_it(tmp_path: Path, name: str, word: str, why: str) -> None:
+def test_a_wrong_tensor_is_reported_with_those_that_are_stored_with_it(tmp_path: Path, name: str, word: str, why: str) -> None:
     directory = copied(name, tmp_path)
     [path] = directory.glob("*.safetensors")
     tensors = load_file(path)

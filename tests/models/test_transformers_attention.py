@@ -55,7 +55,7 @@ def problems(**given: Any) -> str:
 @pytest.mark.parametrize(
     "name", sorted((arguments_in_transformers() | {"alibi", "head_mask"}) - HANDLED - {"query", "key", "value", "attention_mask"})
 )
-def test_an_argument_that_is_not_handled_is_refused_by_name(name: str) -> None:
+def test_an_argument_that_is_not_handled_is_rejected_by_name(name: str) -> None:
     assert name in problems(**{name: 0.5 if name == "dropout" else torch.ones(1)})
     assert not problems(**{name: 0.0 if name == "dropout" else None})
 

@@ -324,7 +324,7 @@ def test_any_cut_of_a_file_is_an_error_that_names_it(tmp_path_factory: pytest.Te
         load_weights(build(small()), directory)
 
 
-def test_an_architecture_that_forgets_a_parameter_is_told(tmp_path: Path) -> None:
+def test_an_architecture_that_forgets_a_parameter_is_reported(tmp_path: Path) -> None:
     saved(tmp_path)
     model = build(small())
     rules = [rule for rule in model.weights() if rule.source != f"{LAYER}self_attn.v_proj.weight"]

@@ -118,7 +118,7 @@ def test_what_cannot_be_compiled_is_left_to_its_launch() -> None:
     assert (broken.loaded, sound.loaded) == (0, 1)
 
 
-def test_a_kernel_that_cannot_be_had_is_told_of_once_and_not_tried_again(caplog: pytest.LogCaptureFixture, forgetting_kernels: None) -> None:
+def test_an_unavailable_kernel_is_reported_once_and_not_tried_again(caplog: pytest.LogCaptureFixture, forgetting_kernels: None) -> None:
     broken, sound = Kernel(), Kernel()
     broken.error = RuntimeError("out of resource: shared memory,\n Required: 147456")
     for _ in range(3):

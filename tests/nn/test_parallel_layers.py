@@ -111,7 +111,7 @@ def test_head_of_all_ranks_gives_the_logits_then_padding(size: int, vocab: int) 
     assert torch.equal(logits[:, vocab:], torch.zeros(3, logits.shape[1] - vocab))
 
 
-def test_what_cannot_be_split_evenly_is_refused_by_name() -> None:
+def test_what_cannot_be_split_evenly_is_rejected_by_name() -> None:
     own = context(FakeGroup(0, 4))
     with pytest.raises(UnsupportedError, match=r"intermediate_size \(6\)"):
         GateUpParallelLinear(5, 6, own, bias=False)

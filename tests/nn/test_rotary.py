@@ -81,7 +81,7 @@ LLAMA3 = {
         ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": "x"}, "beta_fast"),
     ],
 )
-def test_what_is_not_implemented_is_refused_by_name(parameters: dict[str, Any], named: str) -> None:
+def test_what_is_not_implemented_is_rejected_by_name(parameters: dict[str, Any], named: str) -> None:
     assert any(named in reason for reason in rope_reasons_against(parameters))
     with pytest.raises(UnsupportedError, match=named):
         rope_from_config(parameters, 8)

@@ -130,7 +130,7 @@ def test_both_colour_schemes_are_drawn_and_nothing_sticks_out_at_the_side(browse
 
 
 @needs_chromium
-def test_a_model_without_a_chat_template_goes_on_from_a_text(browser: Browser) -> None:
+def test_a_model_without_a_chat_template_continues_from_a_text(browser: Browser) -> None:
     with serving(ToyServer(chat=False)) as toy:
         ask_by_keyboard(opened(browser, toy), "ROMEO:")
         assert answered(browser).startswith("It was")
@@ -152,7 +152,7 @@ def test_a_key_is_sent_with_requests_and_kept_nowhere(browser: Browser) -> None:
 
 
 @needs_chromium
-def test_a_server_that_goes_away_is_told_of(browser: Browser) -> None:
+def test_a_server_that_goes_away_is_reported(browser: Browser) -> None:
     with serving(ToyServer(chat=True)) as toy:
         opened(browser, toy)
     browser.wait_for("document.querySelector('#state').textContent === \"the server doesn't answer\"")

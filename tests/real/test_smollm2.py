@@ -18,7 +18,7 @@ def client(smollm2: Path) -> Iterator[OpenAI]:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
 
 
-def test_a_conversation_goes_on_and_each_answer_stops_by_itself(client: OpenAI) -> None:
+def test_a_conversation_continues_and_each_answer_stops_by_itself(client: OpenAI) -> None:
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     first = client.chat.completions.create(model="smollm2", messages=messages, temperature=0, max_tokens=200)  # type: ignore[arg-type]
     assert first.choices[0].finish_reason == "stop", "at its own end, not at max_tokens"

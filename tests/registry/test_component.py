@@ -53,14 +53,14 @@ def test_resolving_imports_no_target(site: Site) -> None:
         ({"aging_s": -1}, "engine.yaml:6: scheduler.aging_s: expected greater than or equal to 0, got -1"),
     ],
 )
-def test_wrong_option_is_told_with_file_and_line(site: Site, options: dict[str, Any], says: str) -> None:
+def test_wrong_option_is_reported_with_file_and_line(site: Site, options: dict[str, Any], says: str) -> None:
     lines: dict[KeyPath, str] = {("scheduler",): "engine.yaml:3", ("scheduler", "aging_s"): "engine.yaml:6", ("scheduler", "agin_s"): "engine.yaml:7"}
     with pytest.raises(ConfigError) as caught:
         fair(site, options, Where(("scheduler",), lines)).validate_options()
     assert str(caught.value) == says
 
 
-def test_all_wrong_options_are_told_at_once(site: Site) -> None:
+def test_all_wrong_options_are_reported_at_once(site: Site) -> None:
     with pytest.raises(ConfigError) as caught:
         fair(site, {"aging_s": None, "a": 1, "b": 2}).ref()
     assert len(str(caught.value).splitlines()) == 3
@@ -92,7 +92,7 @@ def test_component_without_options_takes_none(site: Site) -> None:
         ),
     ],
 )
-def test_target_that_is_no_component_is_told_with_the_plugin(site: Site, source: str, says: str) -> None:
+def test_target_that_is_no_component_is_reported_with_the_plugin(site: Site, source: str, says: str) -> None:
     spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'
     site.install("dovetail-odd", "0.3", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(PluginError, match=r"^scheduler: scheduler dovetail-odd:odd 0\.3 \(plugin dovetail-odd/main\): ") as caught:
@@ -104,7 +104,7 @@ FAILS_WHEN_MADE = "from dovetail.api import Scheduler\nclass Fair(Scheduler):\n 
 
 
 @pytest.mark.parametrize("use", [ResolvedComponent.make, lambda part, context: part.ref().make(context)], ids=["in this process", "in a worker"])
-def test_an_error_while_a_component_is_made_is_told_with_its_name_and_line(site: Site, use: Callable[[ResolvedComponent, Any], Any]) -> None:
+def test_an_error_while_a_component_is_made_is_reported_with_its_name_and_line(site: Site, use: Callable[[ResolvedComponent, Any], Any]) -> None:
     spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'
     site.install("dovetail-odd", "0.3", modules={"odd": components(spec), "odd_policy": FAILS_WHEN_MADE.format(raises="1/0")})
     part = Registry.discover().resolve("scheduler", "odd")
@@ -127,7 +127,7 @@ class Fair(Scheduler):
 @pytest.mark.parametrize(
     "annotated", ["options: Mine", "options: 'Mine'", "def __init__(self, options: Mine, context): super().__init__(options, context)"]
 )
-def test_options_that_the_class_is_annotated_with_and_the_spec_does_not_name_are_told(site: Site, annotated: str) -> None:
+def test_options_that_the_class_is_annotated_with_and_the_spec_does_not_name_are_reported(site: Site, annotated: str) -> None:
     modules = {
         "odd": components('kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'),
         "odd_policy": ANNOTATED.format(annotated=annotated),
@@ -147,7 +147,7 @@ def test_options_that_the_class_is_annotated_with_and_the_spec_does_not_name_are
         ({"odd_policy": SCHEDULER.replace("def schedule", "def __init__(self, *rest): self.gone\n    def schedule")}, 10),
     ],
 )
-def test_an_error_of_a_plugin_is_told_with_its_file_and_line(site: Site, modules: dict[str, str], line: int) -> None:
+def test_an_error_of_a_plugin_is_reported_with_its_file_and_line(site: Site, modules: dict[str, str], line: int) -> None:
     site.install("dovetail-odd", modules={"odd": components(scheduler("odd", "odd")), **modules})
     with pytest.raises(PluginError) as caught:
         Registry.discover().resolve("scheduler", "odd").make(CONTEXT)
@@ -178,7 +178,7 @@ def test_options_model_must_be_one_that_refuses_unknown_keys(site: Site, source:
         ("heavy>=2", 'heavy>=2 (not installed); install with: pip install "dovetail-fair[gpu]"'),
     ],
 )
-def test_missing_requirement_is_told_with_its_pip_line(site: Site, requirement: str, says: str) -> None:
+def test_missing_requirement_is_reported_with_its_pip_line(site: Site, requirement: str, says: str) -> None:
     extras = 'Provides-Extra: gpu\nProvides-Extra: all\nRequires-Dist: heavy; extra == "gpu"\nRequires-Dist: heavy; extra == "all"\n'
     extras += 'Requires-Dist: light; extra == "all"\n'
     site.install("dovetail-fair", modules={"f": components(scheduler(requires=(requirement,)))}, metadata=extras)

@@ -65,7 +65,7 @@ def test_bundled_name_that_is_a_directory_too_is_refused(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "name", ["/there/is/no/such/place", "./demo2", "~/nothing-here", "a/b/c", "who:knows", "-", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "a\0b"]
 )
-def test_what_can_be_nothing_is_told(name: str) -> None:
+def test_an_invalid_name_is_reported(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a directory") as caught:
         locate_model(name, built_in("demo"))
     assert len(str(caught.value)) < 250
@@ -119,7 +119,7 @@ def hub_error(name: str) -> Exception:
         ("HFValidationError", False, "that can't be the name of a model there"),
     ],
 )
-def test_a_hub_that_gives_nothing_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, name: str, offline: bool, says: str) -> None:
+def test_a_hub_that_gives_nothing_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch, name: str, offline: bool, says: str) -> None:
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=hub_error(name)))
@@ -129,7 +129,7 @@ def test_a_hub_that_gives_nothing_is_told_in_a_sentence(monkeypatch: pytest.Monk
     assert "Error" not in str(caught.value)
 
 
-def test_without_the_package_of_the_hub_its_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_of_the_hub_its_pip_line_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
         MissingExtraError, match=r"'dmo' is neither bundled nor a directory here \(bundled models: demo, did you mean demo\?\)"

@@ -81,7 +81,7 @@ def test_unknown_qualified_name_suspects_only_its_distribution(site: Site) -> No
     assert "dovetail-b" not in str(caught.value)
 
 
-def test_name_of_another_kind_is_told(site: Site) -> None:
+def test_name_of_another_kind_is_reported(site: Site) -> None:
     site.install_scheduler()
     with pytest.raises(PluginError, match="of kind scheduler"):
         Registry.discover().resolve("sampler", "fair")

@@ -101,7 +101,7 @@ def test_a_key_that_is_there_twice_imports_nothing(two: Site, monkeypatch: pytes
         ("require=a>>1", "DOVETAIL_PLUGINS: require.0: expected a requirement"),
     ],
 )
-def test_unreadable_environment_is_told(monkeypatch: pytest.MonkeyPatch, environment: str, says: str) -> None:
+def test_unreadable_environment_is_reported(monkeypatch: pytest.MonkeyPatch, environment: str, says: str) -> None:
     monkeypatch.setenv("DOVETAIL_PLUGINS", environment)
     with pytest.raises(ConfigError) as caught:
         Registry.discover()

@@ -37,7 +37,7 @@ def test_a_block_size_that_was_asked_for_passes_over_backends_that_lack_it() -> 
     assert choose_attention((target(BigBlocks), target(TorchAttention)), SPECS, "cpu", "float32", 8).name == "test:TorchAttention"
 
 
-def test_when_no_backend_will_do_every_reason_of_each_is_told() -> None:
+def test_if_no_backend_fits_every_reason_of_each_is_reported() -> None:
     with pytest.raises(UnsupportedError) as caught:
         choose_attention((target(WholeBlocks), target(BigBlocks)), SPECS, "cpu", "float32", 24)
     assert str(caught.value).splitlines() == [

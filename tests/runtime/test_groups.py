@@ -96,7 +96,7 @@ def test_on_cpus_there_is_no_symmetric_memory_and_it_is_said_why() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it can be had")
-def test_where_symmetric_memory_cannot_be_had_the_reason_is_told() -> None:
+def test_if_symmetric_memory_is_unavailable_the_reason_is_reported() -> None:
     group = TorchGroup(0, 2, torch.device("cuda", 0), "test", "nowhere", 1.0)
     group.reserve(1024, 1024, torch.float32)
     assert group.shares is None

@@ -102,7 +102,7 @@ def test_counts_within_begin_at_zero_in_each_group(sizes: list[int]) -> None:
         (new(0, [1], [1] * 9), "has 1 tokens in 9 blocks"),
     ],
 )
-def test_a_request_that_fits_no_row_is_refused_by_name(added: NewRow, message: str) -> None:
+def test_a_request_that_fits_no_row_is_rejected_by_name(added: NewRow, message: str) -> None:
     with pytest.raises(DovetailError, match=message):
         RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu")).update(batch(added=[added]))
 

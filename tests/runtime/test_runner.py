@@ -87,7 +87,7 @@ def test_a_row_given_to_another_request_remembers_nothing() -> None:
     assert result.prompt_logprobs == {}
 
 
-def test_a_preempted_request_goes_on_with_the_same_tokens() -> None:
+def test_a_preempted_request_continues_with_the_same_tokens() -> None:
     bench = Bench()
     first = [int(bench.run({0: 9}, [bench.new(0, PROMPTS[0])]).token_ids[0]), *decode(bench, [0], 2)[0]]
     bench.run({1: 2}, [bench.new(1, PROMPTS[1])], removed=[0])
@@ -179,7 +179,7 @@ def test_a_row_with_nan_fails_alone_and_its_blocks_can_be_reused() -> None:
 
 
 @pytest.mark.parametrize(("count", "reason"), [(2, "can't compute 2 tokens after 2: 3 are known"), (0, "can't compute 0 tokens")])
-def test_a_batch_that_does_not_fit_the_row_is_refused_by_name(count: int, reason: str) -> None:
+def test_a_batch_that_does_not_fit_the_row_is_rejected_by_name(count: int, reason: str) -> None:
     bench = Bench()
     bench.run({0: 2}, [bench.new(0, PROMPTS[1])])
     with pytest.raises(DovetailError, match=f"request 'request-0'.*{reason}"):

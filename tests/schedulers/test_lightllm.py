@@ -85,7 +85,7 @@ def test_each_client_of_the_batch_takes_its_share_of_the_pool() -> None:
     assert len(admits(waiting("a", "a", "b"), 66, client_tokens=5).granted) == 2
 
 
-def test_prompts_are_admitted_every_few_decode_steps_and_never_beside_answers() -> None:
+def test_prompts_are_admitted_every_few_decode_steps_and_never_with_answers() -> None:
     policy = plan(LightLLM, options=LightLLMOptions(every=3), waiting=[make_request("first", 4)]).policy
     granted = []
     for step in range(5):

@@ -43,7 +43,7 @@ def test_who_decodes_in_another_step_holds_a_seat() -> None:
     assert done.granted == {"answer0": 1, "answer1": 1}
 
 
-def test_a_prompt_longer_than_the_budget_goes_on_before_any_answer() -> None:
+def test_a_prompt_longer_than_the_budget_continues_before_any_answer() -> None:
     running = [make_request("answer", generated=2), make_request("long", 40, computed=16)]
     assert plan(PrefillFirst, options=NO_WATERMARK, running=running, max_tokens=16, free_blocks=20).granted == {"long": 16}
 

@@ -18,7 +18,7 @@ def test_answers_come_first_and_prompts_fill_what_is_left_of_the_chunk() -> None
     assert list(done.granted.items()) == [("d0", 1), ("d1", 1), ("d2", 1), ("p", 7)]
 
 
-def test_a_prompt_that_has_begun_goes_on_before_a_new_one() -> None:
+def test_a_prompt_that_has_begun_continues_before_a_new_one() -> None:
     begun = make_request("begun", 20, computed=15, arrival_time=0.2)
     done = plan(Sarathi, options=CHUNK, running=[begun], waiting=[make_request("new", 20, arrival_time=0.1)])
     assert list(done.granted.items()) == [("begun", 5), ("new", 5)]

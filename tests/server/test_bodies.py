@@ -92,7 +92,7 @@ async def test_of_a_file_only_what_is_in_memory_counts(fake: Callable[..., FakeE
         ("/v1/files", "multipart/form-data; boundary=b", FORM),
     ],
 )
-async def test_a_body_that_takes_too_long_is_told(
+async def test_a_body_that_takes_too_long_is_reported(
     fake: Callable[..., FakeEngine], path: str, content_type: str, begin: bytes, trailer: bytes, tmp_path: Any
 ) -> None:
     async with serving(fake(), ServerSettings(body_timeout_s=0.2, batch_directory=str(tmp_path))) as url:

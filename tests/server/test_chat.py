@@ -158,7 +158,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(openai_client: openai.OpenAI, name: str) -> None:
+def test_what_is_not_supported_is_rejected_by_name(openai_client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(openai_client, **{name: REFUSED[name]})
     assert refused.value.param == name

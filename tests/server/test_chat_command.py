@@ -119,7 +119,7 @@ def test_commands_begin_with_a_slash(parrot: tuple[str, type[Parrot]]) -> None:
     ("said", "told"),
     [("refuse", "answers 400: this model has no chat template"), ("die", "the engine died"), ("break off", "broke off during the answer")],
 )
-def test_an_answer_that_fails_is_told_and_forgotten(parrot: tuple[str, type[Parrot]], said: str, told: str) -> None:
+def test_an_answer_that_fails_is_reported_and_forgotten(parrot: tuple[str, type[Parrot]], said: str, told: str) -> None:
     url, server = parrot
     result = chat(url, said=f"{said}\nagain\n")
     assert result.exit_code == 1, "whoever reads the pipe must know"
@@ -161,7 +161,7 @@ def test_a_model_here_answers(tmp_path: Path) -> None:
     assert "no words for this" in refused.stderr
 
 
-def test_a_model_without_a_template_is_told_of_with_the_remedy(demo_without_template: Path) -> None:
+def test_a_model_without_a_template_is_reported_with_the_remedy(demo_without_template: Path) -> None:
     result = chat(str(demo_without_template), "--set", "max_model_len=128", said="hello\n")
     assert result.exit_code == 2
     assert "has no chat template" in result.stderr

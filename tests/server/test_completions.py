@@ -167,7 +167,7 @@ def test_continuous_usage_counts_up(openai_client: openai.OpenAI) -> None:
     assert counts[-1] == 8
 
 
-def test_a_prompt_seen_before_is_told_as_cached(openai_client: openai.OpenAI) -> None:
+def test_a_prompt_seen_before_is_reported_as_cached(openai_client: openai.OpenAI) -> None:
     prompt = "Friends, Romans, countrymen, lend me your ears; I come to bury Caesar, not to praise him. " * 3
     ask(openai_client, prompt)
     assert ask(openai_client, prompt).usage.prompt_tokens_details.cached_tokens > 0

@@ -119,7 +119,7 @@ async def test_a_trailer_is_no_header(fake: Callable[..., FakeEngine]) -> None:
         writer.close()
 
 
-async def test_a_head_too_large_is_told(fake: Callable[..., FakeEngine]) -> None:
+async def test_a_head_too_large_is_reported(fake: Callable[..., FakeEngine]) -> None:
     async with serving(fake()) as url:
         reader, writer = await connected(url)
         for size in (1000, wire.MAX_HEAD_BYTES + 1):

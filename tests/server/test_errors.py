@@ -84,7 +84,7 @@ def test_a_body_that_is_no_request_is_refused(server_url: str, body: bytes) -> N
     assert answer.json()["error"]["message"]
 
 
-def test_an_unknown_model_path_or_method_is_told_in_the_same_shape(server_url: str) -> None:
+def test_an_unknown_model_path_or_method_is_reported_in_the_same_shape(server_url: str) -> None:
     answers = [
         httpx.post(f"{server_url}/v1/completions", json={**PROMPT, "model": "gpt-9"}),
         httpx.get(f"{server_url}/v1/nothing"),

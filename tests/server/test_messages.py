@@ -139,7 +139,7 @@ def test_a_model_that_may_call_no_tools_is_shown_none() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
+def test_what_cannot_be_honoured_is_rejected_by_name(fields: dict[str, Any], name: str) -> None:
     with pytest.raises(HttpError, match=name):
         read(**fields).check_supported()
 
@@ -225,7 +225,7 @@ def without_ids(message: Any) -> Any:
     return [{**block.to_dict(), "id": None} for block in message.content], message.usage.to_dict()
 
 
-def test_a_conversation_goes_on_with_an_answer_and_a_tools_result(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_a_conversation_continues_with_an_answer_and_a_tools_result(client: Anthropic, engine: ScriptedEngine) -> None:
     engine.script = Script(CALL)
     first = client.messages.create(**asked(tools=[TOOL]))
     engine.script = Script("21 degrees.")
@@ -239,7 +239,7 @@ def test_the_beginning_of_an_answer_is_gone_on_with(client: Anthropic, engine: S
     assert engine.last_prompt.endswith("<assistant>It is")
 
 
-def test_a_stop_sequence_is_told(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_a_stop_sequence_is_reported(client: Anthropic, engine: ScriptedEngine) -> None:
     engine.script = Script("Sunny", stop_reason=".")
     told = client.messages.create(**asked(stop_sequences=["."]))
     assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", ".")
@@ -359,7 +359,7 @@ def test_a_stream_whose_engine_dies_ends_with_an_error(client: Anthropic, engine
         stream.get_final_message()
 
 
-def test_an_engine_that_is_dead_is_told_by_the_status(client: Anthropic, engine: ScriptedEngine) -> None:
+def test_an_engine_that_is_dead_is_reported_by_the_status(client: Anthropic, engine: ScriptedEngine) -> None:
     engine.script = Script("", fails=True)
     for ask in (client.messages.create, lambda **fields: client.messages.create(**fields, stream=True)):
         with pytest.raises(anthropic.APIStatusError) as dead:

@@ -219,7 +219,7 @@ def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
 
-def test_a_step_that_hangs_ends_the_server_and_everybody_is_told(start: Callable[..., Server]) -> None:
+def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(start: Callable[..., Server]) -> None:
     server = start("--step-timeout", "1", toy={"step_s": 0.05, "hangs_at_step": 12})
     pids = server.children()
     streams = begin(server, 4)
@@ -291,7 +291,7 @@ def test_while_the_supervisor_hangs_the_server_is_not_healthy(server: Server) ->
 
 
 @pytest.mark.slow
-def test_a_server_that_is_suspended_as_a_whole_goes_on_where_it_was(start: Callable[..., Server]) -> None:
+def test_a_server_that_is_suspended_as_a_whole_resumes(start: Callable[..., Server]) -> None:
     server = start("--front-ends", "2", "--step-timeout", "2", toy={"step_s": 0.05})
     pids = server.children()
     streams = begin(server, 4, max_tokens=100)
@@ -421,7 +421,7 @@ def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]
         (["--host", "256.256.256.256"], "--host"),
     ],
 )
-def test_what_keeps_it_from_starting_is_told_in_a_sentence(start: Callable[..., Server], options: list[str], said: str) -> None:
+def test_what_keeps_it_from_starting_is_reported_in_a_sentence(start: Callable[..., Server], options: list[str], said: str) -> None:
     server = start(*options)
     assert server.end() == 2
     assert said in server.told()

@@ -184,7 +184,7 @@ def test_a_text_that_was_tokenized_before_is_answered_as_one_that_was_not(tmp_pa
 
 
 @both
-def test_when_the_engine_dies_everybody_is_told(link: Link, tmp_path: Path) -> None:
+def test_when_the_engine_dies_all_clients_are_notified(link: Link, tmp_path: Path) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
             listeners = await begin_endless(at, 3)

@@ -156,7 +156,7 @@ def test_a_wrong_item_is_named(item: dict[str, Any], said: str) -> None:
         {"top_logprobs": 1, "include": ["reasoning.encrypted_content"]},
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_what_cannot_be_honoured_is_rejected_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(HttpError, match=next(iter(fields))):
         read(**fields).check_supported()
 
@@ -234,7 +234,7 @@ def without_ids(response: Response) -> Any:
     return [{**item.to_dict(), "id": None, "call_id": None} for item in response.output], response.usage
 
 
-def test_a_conversation_goes_on_with_an_answer_and_a_functions_output(client: OpenAI, engine: ScriptedEngine) -> None:
+def test_a_conversation_continues_with_an_answer_and_a_functions_output(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = Script(CALL)
     user: Any = {"role": "user", "content": "Weather?"}
     first = client.responses.create(model="fake", input=[user], tools=[TOOL])
@@ -245,7 +245,7 @@ def test_a_conversation_goes_on_with_an_answer_and_a_functions_output(client: Op
 
 
 @pytest.mark.parametrize("tools", [None, [TOOL]])
-def test_a_texts_logprobs_are_told_streamed_or_not(openai_client: OpenAI, tools: Any) -> None:
+def test_a_texts_logprobs_are_reported_streamed_or_not(openai_client: OpenAI, tools: Any) -> None:
     body: Any = {
         "model": "demo",
         "input": "ROMEO:",

@@ -115,7 +115,7 @@ def test_a_panic_of_the_library_ends_its_request_alone() -> None:
         assert ends["good"].text == "Hello"
 
 
-def test_a_time_limit_is_told_by_its_name() -> None:
+def test_a_time_limit_is_reported_by_its_name() -> None:
     engine, assembly = toy_engine(limits={"max_grammar_s": 0.05})
     with engine:
         engine.add_request("slow", "ROMEO:", SamplingParams(structured={"choice": ["hangs"]}))
