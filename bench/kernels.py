@@ -36,7 +36,7 @@ from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import Rope, RotaryEmbedding
 from dovetail.runtime.parallel import SINGLE
 from dovetail_samplers.default import DefaultSampler
-from dovetail_samplers.device_rows import draw_plain
+from dovetail_samplers.table import draw_plain
 
 if TYPE_CHECKING:
     from dovetail_samplers.fused import Sizes
@@ -45,7 +45,7 @@ ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.float16, torch.float32]  # the interpreter rounds bfloat16 wrongly
 DISPATCHERS = ("dovetail.nn.activation", "dovetail.nn.logprobs", "dovetail.nn.norm", "dovetail.nn.qkv", "dovetail_samplers.default")
-DISPATCHERS += ("dovetail_samplers.device_rows",)
+DISPATCHERS += ("dovetail_samplers.table",)
 ROTATED_BYTES = 256 << 20  # that the inputs of one case take together, at least, unless that is more than MAX_TURNS of them
 MAX_TURNS = 64
 REPEATS = 20

@@ -208,7 +208,7 @@ def test_the_kernels_around_attention_compile() -> None:
     from dovetail.nn.kernels import embedding, gate, logprobs, one_row, qkv, rms_norm
     from dovetail_samplers import fused
     from dovetail_samplers.device_changes import DeviceChanges
-    from dovetail_samplers.device_rows import DeviceRows
+    from dovetail_samplers.table import DeviceRows
     from tests.attention.hopper import compiling_for_hopper
 
     def zeros(*shape: int) -> torch.Tensor:

@@ -14,8 +14,7 @@ from dovetail.api.component import ComponentSpec
 from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
-from dovetail_kv_cache.chain import HashChain, HashName, make_digest
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
+from dovetail_kv_cache.prefix import HashChain, HashName, PrefixCache, PrefixOptions, make_digest
 from tests.kv_cache.helpers import compute, generate, manager, request
 from tests.support import examples
 

@@ -24,7 +24,7 @@ from dovetail.runtime import decode_rows
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.weights import dummy_weights
-from dovetail_samplers.device_rows import DeviceRows
+from dovetail_samplers.table import DeviceRows
 from tests.kernels import INTERPRETED
 from tests.models.oracle import CPU, arch_of
 from tests.samplers.helpers import Row, ready, sample

@@ -19,7 +19,7 @@ from dovetail.nn import logprobs
 from dovetail.runtime.decode_graphs import Kind
 from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.token_sizes import half_of, row_sizes
-from dovetail_samplers import default, device_rows
+from dovetail_samplers import default, table
 from dovetail_samplers.default import DefaultSampler
 from tests.kernels import INTERPRETED, take_kernels
 from tests.runtime.fakes import HIDDEN, NAN_TOKEN, VOCAB, Bench, generate
@@ -119,7 +119,7 @@ def bench_with_the_default_sampler() -> Bench:
 
 def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, GraphsOnCpu]:
     """With kernels, and graphs of all that a step samples."""
-    take_kernels(patch, default, device_rows, logprobs)
+    take_kernels(patch, default, table, logprobs)
     play_graphs_on_the_cpu(patch)
     keep_launches(patch)
     bench = bench_with_the_default_sampler()

@@ -16,7 +16,7 @@ from dovetail.api.sampler import RowSampling, SampledTokens
 from dovetail.errors import UnsupportedError
 from dovetail.nn import logprobs
 from dovetail.nn.kernels.launch import KernelUnavailable
-from dovetail_samplers import default, device_changes, device_rows
+from dovetail_samplers import default, device_changes, table
 from dovetail_samplers.default import CAPTURED_LOGPROBS
 from tests.kernels import DEVICE, DTYPES, ON_GPU, runs_kernels, take_kernels
 from tests.samplers.helpers import Ready, Row, ready
@@ -35,7 +35,7 @@ share = st.sampled_from([-1.1, 0.0, 0.1, 1.5])
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks so short that rows have several."""
-    take_kernels(monkeypatch, default, device_rows, logprobs)
+    take_kernels(monkeypatch, default, table, logprobs)
     monkeypatch.setattr(changes_kernels, "CHUNK", 4)
     monkeypatch.setattr(changes_kernels, "TILE", 16)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.suites import sampler_rows
-from dovetail_samplers import default, filters, order, penalties
+from dovetail_samplers import default, filters, penalties
 from dovetail_samplers.filters import FEW
 from tests.runtime.questions import nothing_asked
 from tests.samplers.helpers import Row, ready, sample, tokens
@@ -49,7 +49,7 @@ def test_a_row_gets_the_token_that_it_gets_alone(rows: list[Row], random: Random
 def test_the_ways_of_the_cpu_and_of_a_device_agree(rows: list[Row]) -> None:
     """Shortcuts on the CPU, where results may be inspected, and the work on other devices."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (default, filters, order, penalties):
+        for module in (default, filters, penalties):
             patch.setattr(module, "on_cpu", lambda tensor: False)
         as_on_a_device = tokens(rows)
     assert as_on_a_device == tokens(rows)
@@ -60,7 +60,7 @@ def test_the_ways_of_the_cpu_and_of_a_device_agree(rows: list[Row]) -> None:
 def test_on_a_device_sampling_waits_for_nothing(rows: list[Row]) -> None:
     batch = ready(rows)
     with pytest.MonkeyPatch.context() as patch, nothing_asked():
-        for module in (default, filters, order, penalties):
+        for module in (default, filters, penalties):
             patch.setattr(module, "on_cpu", lambda tensor: False)
         batch.sample()
 

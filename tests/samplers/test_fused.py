@@ -15,8 +15,8 @@ from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory, RowSampling, Sampler, SamplerContext
 from dovetail.errors import UnsupportedError
 from dovetail_samplers.default import DefaultSampler
-from dovetail_samplers.device_rows import DeviceRows, Parameters, draw_plain
 from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
+from dovetail_samplers.table import DeviceRows, Parameters, draw_plain
 from tests.kernels import DEVICE, DTYPES, ON_GPU, runs_kernels
 from tests.samplers.helpers import Ready, Row, ready
 from tests.support import FULL, examples

@@ -1,4 +1,7 @@
-"""`Failing`: base of both backends' matchers. Once failed, a matcher stays failed, regardless of its library's behavior."""
+"""`Failing`: base of both backends' matchers. Once failed, a matcher stays failed, regardless of its library's behavior.
+
+`forced_tokens` determines the next tokens from masks. Both backends use it if their library reports forced text.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TypeVar
 
-from dovetail.api.grammar import Matcher
+import numpy as np
+
+from dovetail.api.grammar import GrammarContext, Matcher
 from dovetail.errors import DovetailError
 
 Call = TypeVar("Call", bound=Callable[..., object])
+FORCED_AT_MOST = 16  # tokens per call
 
 
 class Failing(Matcher):
@@ -40,3 +46,28 @@ def may_fail(call: Call) -> Call:
 def require_none_failed(matchers: Iterable[Failing]) -> None:
     for matcher in matchers:
         matcher.require_not_failed()
+
+
+def forced_tokens(matcher: Failing, context: GrammarContext) -> list[int]:
+    """Return the next tokens while only one is allowed. Advances the matcher and rolls it back, even if it can't continue after some of them. Raises
+    `DovetailError` if it can't continue from its present state."""
+    words = np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
+    tokens: list[int] = []
+    while len(tokens) < FORCED_AT_MOST:
+        try:
+            matcher.fill(words)
+        except DovetailError:
+            if not tokens:
+                raise
+            matcher.failure = None
+            break
+        (places,) = words.nonzero()
+        if len(places) != 1 or (word := int(words[places[0]])) & (word - 1):
+            break
+        token = int(places[0]) * 32 + word.bit_length() - 1
+        if token in context.stop_ids:
+            break
+        matcher.accept(token)
+        tokens.append(token)
+    matcher.rollback(len(tokens))
+    return tokens

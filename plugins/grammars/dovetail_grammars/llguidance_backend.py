@@ -23,15 +23,12 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
 from dovetail.errors import DovetailError, RequestError, describe
-from dovetail_grammars.formats import PATTERNS
-from dovetail_grammars.lark import NOT_SYNTAX, check_lark
-from dovetail_grammars.llguidance_matcher import Fill, Lanes, LLGrammar, LLMatcher
-from dovetail_grammars.llguidance_reasons import HEAD
+from dovetail_grammars.llguidance_matcher import HEAD, Fill, Lanes, LLGrammar, LLMatcher
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.positions import Tracker
 from dovetail_grammars.regexes import RUST, Ranges, demands, rewritten
-from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, Subschema, checked_parts, literals, refuse_others, shown
-from dovetail_grammars.specs import decoder, read_choices, read_json, read_schema, read_structural_tag, refuse
+from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, PATTERNS, Subschema, checked_parts, literals, refuse_others, shown
+from dovetail_grammars.specs import NOT_SYNTAX, check_lark, decoder, read_choices, read_json, read_schema, read_structural_tag, refuse
 from dovetail_grammars.string_tokens import StringTokens
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ matcher, with only the other tokens, provides their part of the mask.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,9 +20,7 @@ import numpy as np
 
 from dovetail.api.grammar import Grammar, GrammarContext, Matcher
 from dovetail.errors import DovetailError
-from dovetail_grammars.failing import Failing, may_fail, require_none_failed
-from dovetail_grammars.forced import forced_tokens
-from dovetail_grammars.llguidance_reasons import reason
+from dovetail_grammars.failing import Failing, forced_tokens, may_fail, require_none_failed
 from dovetail_grammars.positions import Tracker
 from dovetail_grammars.string_tokens import StringMask, StringTokens
 
@@ -32,6 +31,16 @@ MOST_THREADS = 4  # by default: idle ones slow down the engine's thread
 MOST_LANES = 16
 MOST_STATES = 250_000  # of the automaton of a grammar's first lane; all others together have as many, which bounds memory
 MOVED_AT_MOST = 256  # tokens of an answer that moves to another lane, whose matcher consumes all of them again
+HEAD = '%llguidance {"no_forcing": true}\n'  # of each grammar, before the user's text
+_IN_PLAIN_WORDS = (  # the library's message -> its meaning to the author of a spec
+    (r"oneOf constraints are not supported.*", "oneOf: the backend llguidance can't verify that its parts exclude each other; try anyOf"),
+    (r"Unsatisfiable schema: .*|NoExtensionBias", "nothing follows it"),
+    (r"Failed to generate regex for .*", "the bounds are too large for the backend llguidance"),
+    (r"decimal literal invalid.*", "the count of a repetition is too large"),
+    (r"(fuel exhausted|initial lexer configuration|lexer error: too many expressions).*", "it is too large for the backend llguidance"),
+    (r"Parser Error: Current row has .*", "more alternatives at one place than the backend llguidance follows (2000)"),
+    (r"lexer error", "not valid Lark from here on"),
+)
 
 
 class Lanes:
@@ -314,3 +323,15 @@ def check(inner: Any) -> None:
     """Raise `DovetailError` if the matcher has failed: it exceeded a limit, or no token of the vocabulary can continue."""
     if inner.is_error():
         raise DovetailError(reason(inner.get_error()))
+
+
+def reason(error: str) -> str:
+    """Return the message of the library's error, without positions in and excerpts of generated Lark."""
+    lines = [re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line.strip()) for line in error.splitlines()]
+    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    sentence = said[0] if said else next(iter(lines), "it failed without a message")
+    place, sentence = re.fullmatch(r"(\d+\(\d+\): )?(.*)", sentence, re.DOTALL).groups("")  # type: ignore[union-attr]  # it matches anything
+    if place:  # in a user's grammar, which follows `HEAD`
+        line, column = map(int, re.findall(r"\d+", place))
+        place = f"line {line - HEAD.count(chr(10))}, column {column}: "
+    return place + next((words for theirs, words in _IN_PLAIN_WORDS if re.fullmatch(theirs, sentence, re.DOTALL)), sentence)

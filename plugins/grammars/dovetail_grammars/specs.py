@@ -1,8 +1,12 @@
-"""Parses specs for both backends: bounded JSON, choices, structural tags, and loops of references that no library detects."""
+"""Parses specs for both backends: bounded JSON, choices, structural tags, and loops of references that no library detects.
+
+Checks users' Lark grammars: both libraries extend the syntax in ways that would break a backend's contract.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,6 +20,10 @@ MAX_NESTING = 100  # levels of JSON: the libraries parse it recursively
 MAX_REASON = 300  # characters of a library's explanation
 
 Json = Any
+_FLAGS = ("at_least_one", "stop_after_first")
+NOT_SYNTAX = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')  # strings, regular expressions, comments
+_SPECIAL_TOKEN = re.compile(r"<[^\s<>]*>")
+_ATTRIBUTE = re.compile(r"[\[,]\s*(stop|temperature|max_tokens)\b")
 
 
 def refuse(spec: GrammarSpec, why: str) -> NoReturn:
@@ -176,9 +184,6 @@ def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
     return StructuralTag(_read_structures(spec, tag), **flags, separator=tag.get("separator"))
 
 
-_FLAGS = ("at_least_one", "stop_after_first")
-
-
 def _read_structures(spec: GrammarSpec, tag: Mapping[str, Json]) -> list[Structure]:
     triggers, structures = tag["triggers"], tag["structures"]
     if not isinstance(triggers, list) or not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
@@ -203,3 +208,12 @@ def _read_structure(spec: GrammarSpec, place: str, structure: Json, triggers: li
     if trigger is None:
         refuse(spec, f"{place}: {begin!r} doesn't begin with any of the triggers")
     return Structure(trigger, begin, read_schema(spec, structure["schema"]), end, f"{place}, which begins with {begin[:80]!r}: #")
+
+
+def check_lark(spec: GrammarSpec, lark: str) -> None:
+    """Raise `RequestError` for special tokens, which aren't text, and for attributes that affect sampling."""
+    syntax = NOT_SYNTAX.sub("", lark)
+    if special := _SPECIAL_TOKEN.search(syntax):
+        refuse(spec, f"{special[0]}: special tokens aren't text and can't be generated")
+    if attribute := _ATTRIBUTE.search(syntax):
+        refuse(spec, f"the attribute {attribute[1]} isn't supported")

@@ -17,12 +17,10 @@ import xgrammar
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import DovetailError, RequestError, describe
-from dovetail_grammars.failing import Failing, may_fail, require_none_failed
-from dovetail_grammars.forced import forced_tokens
-from dovetail_grammars.lark import check_lark
+from dovetail_grammars.failing import Failing, forced_tokens, may_fail, require_none_failed
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.regexes import EBNF, rewritten
-from dovetail_grammars.specs import read_choices, read_json, read_schema, read_structural_tag, refuse
+from dovetail_grammars.specs import check_lark, read_choices, read_json, read_schema, read_structural_tag, refuse
 from dovetail_grammars.xgrammar_schema import done_in_full
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 
 from dovetail.api.grammar import GrammarSpec
 from dovetail.checks import INT64
-from dovetail_grammars.formats import PATTERNS
 from dovetail_grammars.regexes import IN_JSON, rewritten
-from dovetail_grammars.schemas import ASSERTIONS, BOUNDS, EXCLUSIVE_BOUNDS, Schema, Subschema, checked_parts, literals, refuse_others, shown
+from dovetail_grammars.schemas import ASSERTIONS, BOUNDS, EXCLUSIVE_BOUNDS, PATTERNS, Schema, Subschema, checked_parts, literals, refuse_others, shown
 from dovetail_grammars.specs import refuse
 
 DONE: Mapping[str, frozenset[str]] = {  # by the keyword or type that takes precedence

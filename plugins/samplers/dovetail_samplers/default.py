@@ -24,11 +24,9 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.transfer import to_device
 from dovetail_samplers import penalties, rules
 from dovetail_samplers.device_changes import DeviceChanges
-from dovetail_samplers.device_rows import DeviceRows
-from dovetail_samplers.filters import cut_top_k, cut_top_p, keep, keep_min_p
+from dovetail_samplers.filters import cut_top_k, cut_top_p, first_argmax, keep, keep_min_p, on_cpu
 from dovetail_samplers.noise import exponentials, stream_keys
-from dovetail_samplers.order import first_argmax, on_cpu
-from dovetail_samplers.table import Needs, RowTable
+from dovetail_samplers.table import DeviceRows, Needs, RowTable
 
 Rows = NDArray[np.int64]  # row numbers, or indices in the batch, on the host
 AT_ONCE = 2**24  # numbers of all rows' logits, or of their histories, that rules and penalties work on: each takes some 30 bytes meanwhile

@@ -5,18 +5,42 @@ first, so that top_k=1 is greedy. Both come down to a value and a number (`Cut`)
 as the number leaves. Min-p compares with the likeliest token, which every filter keeps, so its place in the order doesn't matter.
 
 Scores are logits / temperature less the row's largest: [n, vocab] float32, 0 at most. Weights are exp(scores).
+
+The CPU has separate code: there numpy sorts and searches (it uses vector instructions, torch doesn't and is 10 times slower), and results can be
+inspected to skip work; on a device that would synchronize.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-
-from dovetail_samplers.order import largest, on_cpu
 
 FEW = 256  # tokens that top-p inspects on the CPU before sorting all
 LEAST = torch.finfo(torch.float32).min
+
+
+def on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def largest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """values [n, m] float32 -> the k largest of each row, descending: [n, k]."""
+    size = values.shape[1]
+    if not on_cpu(values):
+        return values.topk(k, dim=-1).values if k < size else values.sort(dim=-1, descending=True).values
+    array = values.numpy()
+    if k < size:
+        array = np.partition(array, size - k, axis=-1)[:, size - k :]
+    return torch.from_numpy(np.sort(array, axis=-1)[:, ::-1].copy())
+
+
+def first_argmax(values: torch.Tensor) -> torch.Tensor:
+    """values [n, m] of any float dtype -> [n] int64: index of the largest, the lowest on ties."""
+    if not on_cpu(values):
+        return values.argmax(dim=-1)
+    return torch.from_numpy(values.to(torch.float32).numpy().argmax(-1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ same order, and each round cuts the range of integers to a fifth. The largest of
 a filter that keeps most of a flat distribution reads the whole row in each round.
 
 A race is won by the smallest time, noise / weight; the noise is `noise`'s. Weights are of the logits less the largest that the program knows, so
-that they neither overflow nor vanish where it matters. Twin: `device_rows.draw_plain`.
+that they neither overflow nor vanish where it matters. Twin: `table.draw_plain`.
 
 `_survey` is bound by instructions: some 33 a random row's logit, 20 of them for the noise. So no tile looks for the id of what it found, which
 costs more than reading one tile a row again; and powers and logarithms are of 2, each one instruction. The factor that this leaves in the
@@ -39,7 +39,7 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.launch import launch
 from dovetail_samplers import noise
 
-WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `device_rows.RECORD`
+WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `table.RECORD`
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(word) for word in range(4))
 SEED_STATE = tl.constexpr(2)  # the third of 8 bytes
 NONE = tl.constexpr(1e30)  # from here on: no top-p
@@ -418,7 +418,7 @@ def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr,
 def draw(
     logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor, history: RowHistory, hashes: torch.Tensor, sizes: Sizes = SIZES
 ) -> torch.Tensor:
-    """logits [n, vocab] float32, float16 or bfloat16; rows [n] int64, indices of `records` [max_rows + 1, 6] int32 (`device_rows`) and of the
+    """logits [n, vocab] float32, float16 or bfloat16; rows [n] int64, indices of `records` [max_rows + 1, 6] int32 (`table`) and of the
     history -> token ids [n] int64. The last record's row is padding: its token is 0. Only enqueues work; the scratch memory is torch's."""
     n, vocab = logits.shape
     token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.api.sampler import RowHistory
-from dovetail_samplers.order import on_cpu
+from dovetail_samplers.filters import on_cpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVContext
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
-from dovetail_kv_cache.chain import Digest, HashChain
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions, _Table
+from dovetail_kv_cache.prefix import Digest, HashChain, PrefixCache, PrefixOptions, _Table
 from tests.conformance.mutants import mutant
 
 # Whose blocks

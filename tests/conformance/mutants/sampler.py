@@ -16,7 +16,7 @@ from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, Sampler
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.testing.checks import Untried
 from dovetail_samplers.default import CAPTURED_LOGPROBS, DefaultSampler
-from dovetail_samplers.device_rows import draw_plain
+from dovetail_samplers.table import draw_plain
 from tests.conformance.mutants import mutant
 
 
