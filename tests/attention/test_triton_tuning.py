@@ -8,16 +8,18 @@ pytest.importorskip("triton")
 
 from bench.compiling import GPUS
 
-from dovetail.api.attention import AttentionContext
+from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.nn.kernels import gpu
 from dovetail.nn.kernels.gpu import GPU
 from dovetail_attention import triton_backend
+from dovetail_attention.layer_shape import MOST_OF_LATENT, LayerShape
 from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, REGISTERS, Shape, Tilings, tilings_for
 
 SHARED_MEMORY_BYTES = 227 << 10  # of a multiprocessor (Hopper)
 SHAPES = [Shape(2, head_size, itemsize, block_size) for head_size in (16, 32, 64, 128, 256) for itemsize in (2, 4) for block_size in (8, 16, 256)]
 SHAPES += [Shape(2, head_size, itemsize, 16, cache_itemsize=1) for head_size in (64, 128, 256) for itemsize in (2, 4)]
+SHAPES += [Shape(group, 512, 2, 16, rest=64) for group in (1, 20, MOST_OF_LATENT)]
 OTHERS = [other for other in GPUS.values() if not other.is_hopper]
 
 
@@ -43,6 +45,14 @@ def test_tilings_follow_the_shared_memory_of_the_gpu(other: GPU, shape: Shape) -
     assert decode.programs * decode.warps * 32 * decode.registers <= REGISTERS
     assert decode.programs * decode.warps % 4 == 0 or decode.programs * decode.warps < 4
     assert not prefill.loads_apart, "that is for a Hopper"
+
+
+@pytest.mark.parametrize("heads", [1, 16, 20, 37, 72, 128])
+def test_heads_of_a_latent_layer_are_computed_in_equal_groups_that_have_room(heads: int) -> None:
+    shape = LayerShape.of(LayerSpec(0, heads, 1, 576, 1.0, v_in_k=True, v_head_size=512))
+    assert shape.group * shape.kv_heads == heads
+    assert shape.group <= MOST_OF_LATENT
+    assert (shape.head_size, shape.rest) == (512, 64)
 
 
 def test_what_was_measured_is_chosen_where_it_has_room() -> None:

@@ -9,7 +9,7 @@ import torch
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError
 
-MOST_OF_LATENT = 64  # query heads computed together: that many sums of V's size fit into registers
+MOST_OF_LATENT = 32  # query heads computed together: that many sums of V's size fit into registers
 
 
 class LayerShape(NamedTuple):

@@ -72,8 +72,9 @@ class DecodeTiling:
         return min(255, REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Upper bound of a program's shared memory: K and V of each stage."""
-        return self.stages * self.keys * shape.bytes_per_key + SPARE_BYTES
+        """Upper bound of a program's shared memory: K and V of each stage, and of a latent layer the queries, which registers don't hold."""
+        queries = 0 if shape.rest is None else (1 << (shape.group - 1).bit_length()) * (shape.head_size + shape.rest) * shape.itemsize
+        return self.stages * self.keys * shape.bytes_per_key + queries + SPARE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +145,9 @@ _LOADS_APART = {  # head size, of 2 bytes a number
 
 
 # Latent layers, whose sums of V's size fill the registers; not measured.
-_LATENT_DECODE = {  # bytes of a number, and query heads at most: (keys, warps, stages, programs)
-    (2, 32): DecodeTiling(32, 8, 3, 1),
-    (4, 32): DecodeTiling(16, 8, 1, 1),
+_LATENT_DECODE = {  # bytes of a number: (keys, warps, stages, programs), the first that has room
+    2: (DecodeTiling(32, 8, 3, 1), DecodeTiling(16, 8, 2, 1), DecodeTiling(16, 8, 1, 1)),
+    4: (DecodeTiling(16, 16, 1, 1),),
 }
 _LATENT_PREFILL = {
     2: (PrefillTiling(64, 32, 8, 2), PrefillTiling(32, 32, 8, 1), PrefillTiling(16, 16, 8, 1)),
@@ -156,7 +157,7 @@ _LATENT_PREFILL = {
 
 def _hopper_decode(shape: Shape) -> DecodeTiling:
     if shape.rest is not None:
-        return next(tiling for (itemsize, most), tiling in _LATENT_DECODE.items() if shape.itemsize == itemsize and shape.group <= most)
+        return _LATENT_DECODE[shape.itemsize][0]
     return next(tiling for most, tiling in _HOPPER_DECODE.items() if shape.bytes_per_key <= 2 * most)
 
 
@@ -180,10 +181,13 @@ def _hopper_prefill(shape: Shape) -> PrefillTiling:
 def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
     """Return a tiling with as many concurrent programs as fit on a multiprocessor, with evenly distributed warps."""
     tiling = _hopper_decode(shape)
+    if shape.rest is not None:
+        row = _LATENT_DECODE[shape.itemsize]
+        tiling = next((tiling for tiling in row if tiling.shared_bytes(shape) <= gpu.shared_bytes), row[-1])
     if not gpu.has_matrix_units:
         tiling = replace(tiling, stages=1)
     programs = min(tiling.programs, gpu.processor_shared_bytes // (tiling.shared_bytes(shape) + RESERVED_BYTES))
-    even = PARTS // tiling.warps
+    even = max(1, PARTS // tiling.warps)
     return replace(tiling, programs=max(1, programs // even * even or programs))
 
 
