@@ -25,7 +25,7 @@ import torch
 from bench.compiling import GPUS, Compiled, compiling_for
 from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import embedding, float8_products, gate, one_row_float8, one_row_int4, qkv, rank_sums, rms_norm, streamed, widened
 from dovetail.runtime import decode_rows_kernels
@@ -207,8 +207,8 @@ def launch_sampling(dtype: torch.dtype) -> None:
     host_rows = np.arange(len(rows))
     logits = torch.zeros(len(rows), VOCAB, dtype=dtype)
     on_device = torch.from_numpy(host_rows)
-    sampler.sample_captured(logits, on_device)
-    sampler.sample_fully_captured(logits, on_device)
+    for capture in Capture:
+        sampler.sample_captured(logits, on_device, capture)
     sampler.sample(logits, on_device, host_rows)
 
 

@@ -23,7 +23,7 @@ from bench.shapes import SHAPES, Shape
 from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels.experts import Few, FewTiling, Many, Stored, Tiling
 from dovetail.nn.kernels.launch import compiling_ahead
-from dovetail.runtime.decode_graphs import record
+from dovetail.runtime.recording import record
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
 STEPS = 6  # of a graph
@@ -65,8 +65,7 @@ def us_of(steps: Sequence[Callable[[], Any]]) -> float:
         for step in steps:
             step()
 
-    graph, _ = record(run, pool=None, warm_ups=1, device=torch.device("cuda", torch.cuda.current_device()))
-    return seconds(graph.replay, 8, 2) * 1e6 / len(steps)
+    return seconds(record(run).replay, 8, 2) * 1e6 / len(steps)
 
 
 def calls(layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool) -> list[Callable[[], Any]]:

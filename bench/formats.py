@@ -39,9 +39,9 @@ from dovetail.nn.kernels.launch import KernelUnavailable, _unavailable
 from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope
-from dovetail.runtime.decode_graphs import record
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.quantization import place_weights
+from dovetail.runtime.recording import record
 from dovetail.runtime.weights import dummy_weights
 from dovetail_models.decoder import Decoder, DecoderShape
 
@@ -276,8 +276,7 @@ def layer_seconds(model: Any, rows: int) -> float:
     from bench.products import REPLAYS, VOCAB
 
     ids, positions = torch.arange(rows, device=DEVICE) % VOCAB, torch.arange(rows, device=DEVICE)
-    graph, _ = record(lambda: model(ids, positions), pool=None, warm_ups=1, device=DEVICE)
-    return seconds(graph.replay, REPLAYS) / len(model.blocks)
+    return seconds(record(lambda: model(ids, positions)).replay, REPLAYS) / len(model.blocks)
 
 
 # ---- tilings

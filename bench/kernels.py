@@ -28,7 +28,7 @@ import torch
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext
-from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm, rms_norm
@@ -300,7 +300,7 @@ def different(rows: int, logits: torch.Tensor) -> list[int]:
     sampler, index = make_sampler(rows, list(SAMPLINGS.values())), torch.arange(rows, device=DEVICE)
     device_rows, history = sampler._device_rows, sampler.context.history
     with dispatching(to_kernels=True):
-        ours = sampler.sample_captured(logits, index)
+        ours = sampler.sample_captured(logits, index, Capture.TOKENS).token_ids
     twins = draw_plain(logits, index, device_rows.parameters(index), history, device_rows.hashes)
     return (ours != twins).nonzero()[:, 0].tolist()
 
@@ -386,7 +386,7 @@ def sampler_seconds(rows: int, logits: Sequence[torch.Tensor], sampling: RowSamp
     """Return the seconds of the twin (plain torch) and of the kernel."""
     sampler, index, host_index = make_sampler(rows, [sampling]), torch.arange(rows, device=DEVICE), np.arange(rows)
     with dispatching(to_kernels=True):
-        kernel = seconds_in_graph([lambda x=x: sampler.sample_captured(x, index) for x in logits])
+        kernel = seconds_in_graph([lambda x=x: sampler.sample_captured(x, index, Capture.TOKENS) for x in logits])
     with dispatching(to_kernels=False):
         return median_seconds(lambda: sampler.sample(logits[0], index, host_index)), kernel
 

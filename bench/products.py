@@ -31,8 +31,8 @@ from dovetail.nn.format import dense
 from dovetail.nn.kernels import few_rows
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.rotary import Rope
-from dovetail.runtime.decode_graphs import record
 from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.recording import record
 from dovetail.runtime.weights import dummy_weights
 from dovetail_models.decoder import Decoder, DecoderShape
 
@@ -93,8 +93,8 @@ class Layers:
         ids = torch.arange(rows, device="cuda") % VOCAB
         positions = torch.arange(rows, device="cuda")
         with self.taking(choice):
-            graph, _ = record(lambda: self.model(ids, positions), pool=None, warm_ups=1, device=ids.device)
-        return seconds(graph.replay, REPLAYS) * 1e6 / len(self.model.blocks)
+            recording = record(lambda: self.model(ids, positions))
+        return seconds(recording.replay, REPLAYS) * 1e6 / len(self.model.blocks)
 
     @contextmanager
     def taking(self, choice: Choice) -> Iterator[None]:

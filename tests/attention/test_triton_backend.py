@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
-from dovetail.runtime.decode_graphs import DecodeGraphs
+from dovetail.runtime.graphs import Kind
 from dovetail_attention import triton_backend, triton_schedule, triton_trial
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER, DecodeTiling
@@ -25,8 +25,8 @@ from tests.attention import interpreter
 from tests.attention.cases import Bench, Case, assert_close, cases
 from tests.runtime.fakes import Bench as RunnerBench
 from tests.runtime.fakes import generate
-from tests.runtime.recorded import keep_launches, play_graphs_on_the_cpu
-from tests.runtime.test_decode_graphs import CapturableGreedy
+from tests.runtime.recorded import give_graphs, keep_launches
+from tests.runtime.test_decode_graphs import CapturableGreedy, decode_steps
 from tests.runtime.test_mixed_graphs import PROMPTS, bench_with_graphs, generate_in_chunks
 from tests.support import FULL, examples
 
@@ -269,21 +269,19 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
 def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_launches(monkeypatch)
     bench = bench_with_graphs(TritonAttention, [16, 8], monkeypatch)
-    graphs = bench.runner.mixed_graphs
-    assert graphs is not None
-    assert all(recording.whole for recording in graphs._recordings.values())
+    assert bench.runner.graphs is not None
+    graphs = [bench.runner.graphs.find(kind, size) for kind in (Kind.MIXED, Kind.MIXED_SHARING) for size in (16, 8)]
+    assert all(graph is not None and graph.whole for graph in graphs)
     assert generate_in_chunks(bench, chunk, 2) == [generate(prompt, 2) for prompt in PROMPTS]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="graphs are played on the CPU; tests/gpu has real ones")
 def test_a_model_with_it_says_the_same_when_its_decodes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_launches(monkeypatch)
-    play_graphs_on_the_cpu(monkeypatch)
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", TritonAttention)
     bench = RunnerBench(max_rows=4)
     bench.sampler.__class__ = CapturableGreedy
-    graphs = bench.runner.graphs = DecodeGraphs(bench.model, bench.backend, bench.sampler, bench.rows, 256)
-    graphs.capture()
+    give_graphs(bench, decode_steps(bench), rerun=())
     first = bench.run({row: len(prompt) for row, prompt in enumerate(PROMPTS)}, [bench.new(row, prompt) for row, prompt in enumerate(PROMPTS)])
     tokens = [[int(token)] for token in first.token_ids]
     for rows in ((0, 1, 2), (2,), (1, 0, 2)):

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext
-from dovetail.api.sampler import RowHistory, RowSampling
+from dovetail.api.sampler import Capture, RowHistory, RowSampling
 from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels import available, launch
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -147,4 +147,4 @@ def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(request:
     assert asked == {"changes_kernels._widen", "logprobs._survey"}
     r = ready(rows)
     with pytest.raises(UnsupportedError, match="unavailable"):  # the runtime then records no such steps
-        r.sampler.sample_fully_captured(r.logits, r.rows)
+        r.sampler.sample_captured(r.logits, r.rows, Capture.FULL)

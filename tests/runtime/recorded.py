@@ -6,8 +6,10 @@ in Triton's interpreter are operations too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,6 +17,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from dovetail.api.attention import AttentionBatch
+from dovetail.runtime import graphs as graphs_module
+from dovetail.runtime.graphs import Builder, DecodeSteps, Graph, Graphs
+from dovetail.runtime.recording import record
+from dovetail.runtime.step_inputs import DecodeInputs
+from tests.runtime.fakes import Bench
 
 
 class Recording(TorchDispatchMode):
@@ -54,14 +63,6 @@ class GraphOnCpu:
             _overwrite(outputs, func(*args, **kwargs))
 
 
-@contextmanager
-def capturing(graph: GraphOnCpu, pool: Any = None) -> Iterator[None]:
-    """Stands for `torch.cuda.graph`."""
-    graph.capture_begin(pool)
-    yield
-    graph.capture_end()
-
-
 def _overwrite(kept: Any, new: Any) -> None:
     """What later operations read becomes what was just computed. Views, and what was changed in place, are so already."""
     if isinstance(kept, torch.Tensor):
@@ -89,15 +90,66 @@ def keep_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def play_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What recording asks of `torch.cuda`."""
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, device=None)
     fakes = {
         "CUDAGraph": GraphOnCpu,
-        "graph": capturing,
         "graph_pool_handle": lambda: None,
-        "Stream": lambda device: stream,
-        "current_stream": lambda: stream,
+        "Stream": lambda device=None: stream,
+        "current_stream": lambda device: stream,
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+
+
+@dataclass
+class Again:
+    """Stands for a recording, and runs its work anew: for attention that looks at host numbers, which a recording would keep."""
+
+    run: Callable[[], Any]
+    outputs: Any
+    pieces: tuple[None] = (None,)
+
+    def replay(self) -> Any:
+        again = self.run()
+        if isinstance(again, torch.Tensor):
+            self.outputs.copy_(again)
+            return self.outputs
+        self.outputs.tokens.copy_(again.tokens)
+        if again.packed is not None and self.outputs.packed is not None:
+            self.outputs.packed.copy_(again.packed)
+        return self.outputs
+
+
+class WatchedGraphs(Graphs):
+    """Keeps what was replayed."""
+
+    def __init__(self, builders: Sequence[Builder], bench: Bench) -> None:
+        super().__init__(builders, bench.runner.parts)
+        self.builders = builders
+        self.replayed: list[tuple[Enum, int]] = []
+        self.replayed_rows: list[list[int]] = []  # of decode steps
+
+    def replay(self, graph: Graph, batch: AttentionBatch | None = None) -> Any:
+        self.replayed.append((graph.kind, graph.size))
+        if batch is not None and isinstance(graph.inputs, DecodeInputs):
+            self.replayed_rows.append(graph.inputs.rows[: batch.num_rows].tolist())
+        return super().replay(graph, batch)
+
+
+def give_graphs(bench: Bench, builders: Sequence[Builder], *, rerun: tuple[type[Builder], ...] = (DecodeSteps,)) -> WatchedGraphs:
+    """Capture graphs on the CPU, beside those that the runner has, and let it replay them. Work of builders in `rerun` is done anew each time."""
+
+    def recorded(run: Any, *rest: Any) -> Any:
+        return Again(run, run()) if isinstance(run.func.__self__, rerun) else record(run, *rest)
+
+    had = bench.runner.graphs.builders if isinstance(bench.runner.graphs, WatchedGraphs) else ()
+    graphs = WatchedGraphs([*had, *builders], bench)
+    with pytest.MonkeyPatch.context() as patch:
+        play_graphs_on_the_cpu(patch)
+        patch.setattr(graphs_module, "record", recorded)
+        graphs.capture()
+    bench.runner.graphs = graphs
+    return graphs

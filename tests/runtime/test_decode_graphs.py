@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,69 +12,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.runtime import decode_graphs
-from dovetail.runtime.decode_graphs import DecodeGraphs, Inputs, Kind, sharing_sizes
-from dovetail.runtime.sampled import Sampled
-from dovetail.runtime.step_inputs import TABLE_ENTRIES
-from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes
+from dovetail.api.sampler import Capture, SampledTokens, SamplerCapabilities
+from dovetail.runtime import step_inputs
+from dovetail.runtime.graphs import Builder, DecodeSteps, Graphs, Kind, decode_builders
+from dovetail.runtime.recording import LayerSplitter
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs
+from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes, sharing_row_sizes
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate
+from tests.runtime.recorded import WatchedGraphs, give_graphs, play_graphs_on_the_cpu
 from tests.support import examples
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5], [8]]
 
 
-@dataclass
-class Again:
-    """Stands for a recording."""
-
-    run: Callable[[], Any]
-    outputs: Any
-
-    def replay(self) -> None:
-        again = self.run()
-        if isinstance(again, torch.Tensor):
-            self.outputs.copy_(again)
-            return
-        self.outputs.tokens.copy_(again.tokens)
-        if again.packed is not None and self.outputs.packed is not None:
-            self.outputs.packed.copy_(again.packed)
-
-    def pool(self) -> None:
-        return None
-
-
-class GraphsOnCpu(DecodeGraphs):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.replayed: list[tuple[Kind, int]] = []
-        self.replayed_rows: list[list[int]] = []
-        self.warm_ups: list[int] = []
-
-    def _record(self, run: Callable[[], Any], pool: Any, warm_ups: int) -> Any:
-        self.warm_ups.append(warm_ups)
-        outputs = run()
-        return Again(run, outputs), outputs
-
-    def replay_model(self, host_rows: NDArray[np.int64]) -> torch.Tensor:
-        hidden = super().replay_model(host_rows)
-        self.replayed.append((Kind.LATE, len(hidden)))
-        self.replayed_rows.append(host_rows.tolist())
-        return hidden
-
-    def replay(self, kind: Kind, host_rows: NDArray[np.int64], shared_prefix_blocks: int) -> Sampled:
-        sampled = super().replay(kind, host_rows, shared_prefix_blocks)
-        self.replayed.append((kind, sampled.size))
-        self.replayed_rows.append(host_rows.tolist())
-        return sampled
-
-
 class CapturableGreedy(Greedy):
-    def capturable(self, host_rows: NDArray[np.int64]) -> bool:
-        return True
+    capabilities = SamplerCapabilities(cuda_graph=True)
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return logits.argmax(dim=1)
+    def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
+        return Capture.TOKENS
+
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        if capture is Capture.FULL:
+            return super().sample_captured(logits, rows, capture)
+        return SampledTokens(logits.argmax(dim=1))
 
 
 class SharingAttention(TorchAttention):
@@ -84,12 +45,15 @@ class SharingAttention(TorchAttention):
     capabilities = replace(TorchAttention.capabilities, shared_prefix=True)
 
 
-def with_graphs(bench: Bench, max_tokens: int = 256) -> GraphsOnCpu:
-    bench.sampler.__class__ = CapturableGreedy
-    graphs = GraphsOnCpu(bench.model, bench.backend, bench.sampler, bench.rows, max_tokens)
-    graphs.capture()
-    bench.runner.graphs = graphs
-    return graphs
+def with_graphs(bench: Bench, max_rows: int | None = None) -> WatchedGraphs:
+    """Of decode steps, of up to all rows; prompts are computed and sampled without."""
+    if isinstance(bench.sampler, Greedy) and not isinstance(bench.sampler, CapturableGreedy):
+        bench.sampler.__class__ = CapturableGreedy
+    return give_graphs(bench, decode_steps(bench, max_rows))
+
+
+def decode_steps(bench: Bench, max_rows: int | None = None) -> list[Builder]:
+    return [builder for builder in decode_builders(bench.runner.parts, max_rows or bench.max_rows) if isinstance(builder, DecodeSteps)]
 
 
 def begin(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
@@ -103,7 +67,7 @@ def begin(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
 def test_whichever_rows_are_replayed_get_their_tokens_and_padding_harms_nobody(steps: list[set[int]], table_entries: int) -> None:
     bench = Bench(max_rows=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_graphs, "TABLE_ENTRIES", table_entries)
+        patch.setattr(step_inputs, "TABLE_ENTRIES", table_entries)
         graphs = with_graphs(bench)
         tokens = begin(bench, PROMPTS)
         for rows in steps:
@@ -123,14 +87,22 @@ def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
     begin(bench, [[row, row] for row in range(5)])
     for rows in (1, 2, 3, 4, 5):
         bench.run(dict.fromkeys(range(rows), 1))
-    assert graphs.replayed == [(Kind.PLAIN, size) for size in (1, 2, 4, 4, 7)]
+    assert graphs.replayed == [(Kind.DECODE, size) for size in (1, 2, 4, 4, 7)]
 
 
-def test_every_size_has_run_before_it_is_recorded() -> None:
+def test_every_size_has_run_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded kernels must be compiled. A late step's are those of the plain step of its size, which is recorded before."""
-    graphs = with_graphs(Bench(max_rows=7, num_blocks=60))
-    plain = late = [7, 4, 2, 1]
-    assert graphs.warm_ups == [2, *(1 for _ in plain[1:]), *(0 for _ in late)]
+    bench, runs = Bench(max_rows=7, num_blocks=60), Counter[tuple[str, int]]()
+    run = DecodeSteps.run
+
+    def count(builder: DecodeSteps, inputs: DecodeInputs) -> object:
+        runs[builder.kind.name, inputs.size] += 1
+        return run(builder, inputs)
+
+    monkeypatch.setattr(DecodeSteps, "run", count)
+    bench.sampler.__class__ = CapturableGreedy
+    give_graphs(bench, decode_steps(bench), rerun=())
+    assert runs == {(kind, size): times for kind, times in (("DECODE", 2), ("MODEL", 1)) for size in (1, 2, 4, 7)}
 
 
 def test_the_longest_rows_are_replayed_first() -> None:
@@ -144,14 +116,14 @@ def test_the_longest_rows_are_replayed_first() -> None:
 
 def test_the_sampler_hears_of_a_row_before_it_is_asked_whether_a_graph_serves_it() -> None:
     class Informed(CapturableGreedy):
-        def capturable(self, host_rows: NDArray[np.int64]) -> bool:
-            return all(row in self.rows for row in host_rows.tolist())
+        def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
+            return Capture.TOKENS if all(row in self.rows for row in host_rows.tolist()) else None
 
     bench = Bench()
     graphs = with_graphs(bench)
     bench.sampler.__class__ = Informed
     assert bench.run({2: 1}, [bench.new(2, [5])]).token_ids.tolist() == generate([5], 1)
-    assert graphs.replayed == [(Kind.PLAIN, 1)]
+    assert graphs.replayed == [(Kind.DECODE, 1)]
 
 
 def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,41 +134,69 @@ def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_ca
     tokens = begin(bench, PROMPTS[:2])
     batch = bench.batch({0: 1, 1: 1}, [], [], [])
     result = bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
-    assert graphs.replayed == [(Kind.SHARING, 4)]
+    assert graphs.replayed == [(Kind.DECODE_SHARING, 4)]
     assert [[*told, int(token)] for told, token in zip(tokens, result.token_ids, strict=True)] == [generate(prompt, 2) for prompt in PROMPTS[:2]]
 
 
 def test_no_graph_is_larger_than_a_step_may_be() -> None:
     bench = Bench(max_rows=8, num_blocks=60)
+    bench.sampler.__class__ = CapturableGreedy
+    graphs = Graphs.of(bench.runner.parts, LayerSplitter(), 3, 600_000_000)
     bench.backend.prepare(8, 3, 64)
-    graphs = with_graphs(bench, max_tokens=3)
-    assert sorted(size for _, size in graphs._graphs) == [1, 2, 3]
+    with pytest.MonkeyPatch.context() as patch:
+        play_graphs_on_the_cpu(patch)
+        graphs.capture()
+    for kind in (Kind.MIXED, Kind.DECODE, Kind.MODEL, Kind.SAMPLING):
+        largest = graphs.find(kind, 3)
+        assert largest is not None
+        assert largest.size == 3
+        assert graphs.find(kind, 4) is None
+
+
+def state_of(lens: dict[int, int], max_rows: int = 99) -> RowState:
+    """Rows with so many known tokens, in blocks of 4: row r has the blocks 100 r, 100 r + 1, …"""
+    state = RowState(max_rows, 4 * TABLE_ENTRIES, 4, torch.device("cpu"))
+    for row, known in lens.items():
+        state.known[row] = known
+        state.host_blocks[row, : -(-known // 4)] = 100 * row + np.arange(-(-known // 4))
+    return state
 
 
 def test_what_a_graph_reads_of_a_step_is_padded_with_nobodys_row() -> None:
-    inputs = Inputs(4, 99, torch.device("cpu"))
-    inputs.fill(np.array([5, 6, 7, 8]), np.array([50, 60, 70, 80]), np.array([1, 2, 3, 4]))
-    inputs.fill(np.array([3]), np.array([30]), np.array([9]), np.array([[7, 2, 1]], np.int32))
+    inputs = DecodeInputs(4, state_of({5: 1, 6: 2, 7: 3, 8: 4, 3: 9}))
+    inputs.fill(np.array([5, 6, 7, 8]), 0)
+    batch = inputs.fill(np.array([3]), 2)
     assert inputs.rows.tolist() == [3, 99, 99, 99]
-    assert inputs.slots.tolist() == [30, -1, -1, -1]
-    assert inputs.kv_lens.tolist() == [9, 0, 0, 0]
-    assert inputs.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert inputs.table(3).tolist() == [[7, 2, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert batch.slots.tolist() == [302 * 4, -1, -1, -1]
+    assert batch.kv_lens.tolist() == [9, 0, 0, 0]
+    assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert batch.block_table.tolist() == [[300, 301, 302], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert (batch.num_rows, batch.num_tokens, batch.shared_prefix_blocks) == (1, 1, 2)
+    assert (batch.host_query_lens.tolist(), batch.host_kv_lens.tolist()) == ([1], [9])
 
 
-def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small() -> None:
-    inputs = Inputs(8, 99, torch.device("cpu"))
-    assert inputs.holds_table(TABLE_ENTRIES // 8)
-    assert not inputs.holds_table(TABLE_ENTRIES // 8 + 1)
-    widest = np.arange(3 * (TABLE_ENTRIES // 8), dtype=np.int32).reshape(3, -1)
-    inputs.fill(np.arange(3), np.arange(3), np.arange(3), widest)
-    assert inputs.table(widest.shape[1])[:3].numpy().tolist() == widest.tolist()
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small(more: int) -> None:
+    """A larger one is gathered on the device, which must then know of the blocks; this device knows of none."""
+    width = TABLE_ENTRIES // 8 + more
+    state = state_of(dict.fromkeys(range(3), 4 * width))
+    inputs = DecodeInputs(8, state)
+    table = inputs.fill(np.arange(3), 0).block_table
+    assert table.shape == (8, width)
+    assert table[:3].tolist() == (np.zeros((3, width)) if more else state.host_blocks[:3, :width]).tolist()
+    assert not table[3:].any()
+
+
+def test_inputs_keep_their_addresses() -> None:
+    inputs = DecodeInputs(4, state_of({0: 3, 1: 8}))
+    batches = [inputs.fill(np.array(rows), 0) for rows in ([0], [1, 0])]
+    assert len({(batch.slots.data_ptr(), batch.kv_lens.data_ptr(), batch.query_starts.data_ptr()) for batch in batches}) == 1
 
 
 @given(st.integers(1, 3000))
 @examples(quick=50, full=2000)
 def test_sizes_rise_from_a_small_one_to_the_largest_step(most: int) -> None:
-    for sizes, largest in ((row_sizes(most), most), (sharing_sizes(most + 1), most + 1), (padded_sizes(most), most)):
+    for sizes, largest in ((row_sizes(most), most), (sharing_row_sizes(most + 1), most + 1), (padded_sizes(most), most)):
         assert list(sizes) == sorted(set(sizes))
         assert sizes[0] <= 32
         assert sizes[-1] == largest

@@ -7,24 +7,22 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Result
-from dovetail.api.sampler import RowSampling, SamplerCapabilities, SamplerContext
+from dovetail.api.sampler import Capture, RowSampling, SamplerCapabilities, SamplerContext
 from dovetail.nn import logprobs
-from dovetail.runtime.decode_graphs import Kind
-from dovetail.runtime.sampling_graphs import SamplingGraphs
+from dovetail.runtime.graphs import Kind, decode_builders
 from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail_samplers import default, table
 from dovetail_samplers.default import DefaultSampler
 from tests.kernels import INTERPRETED, take_kernels
-from tests.runtime.fakes import HIDDEN, NAN_TOKEN, VOCAB, Bench, generate
-from tests.runtime.recorded import keep_launches, play_graphs_on_the_cpu
-from tests.runtime.test_decode_graphs import GraphsOnCpu, SharingAttention
+from tests.runtime.fakes import NAN_TOKEN, VOCAB, Bench, generate
+from tests.runtime.recorded import WatchedGraphs, give_graphs, keep_launches
+from tests.runtime.test_decode_graphs import SharingAttention, with_graphs
 from tests.runtime.test_sampling_graphs import GreedyWithoutLogprobs, with_sampling_graphs
 from tests.support import examples
 
@@ -117,18 +115,13 @@ def bench_with_the_default_sampler() -> Bench:
     return bench
 
 
-def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, GraphsOnCpu]:
+def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, WatchedGraphs]:
     """With kernels, and graphs of all that a step samples."""
     take_kernels(patch, default, table, logprobs)
-    play_graphs_on_the_cpu(patch)
     keep_launches(patch)
     bench = bench_with_the_default_sampler()
     patch.setattr(bench.sampler, "sample", lambda *asked: pytest.fail("sampled as it is"))
-    bench.runner.graphs = graphs = GraphsOnCpu(bench.model, bench.backend, bench.sampler, bench.rows, 256)
-    graphs.capture()
-    bench.runner.sampling_graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.runner.masks, ROWS)
-    bench.runner.sampling_graphs.capture(torch.zeros(1, HIDDEN), None)
-    return bench, graphs
+    return bench, give_graphs(bench, decode_builders(bench.runner.parts, ROWS))
 
 
 @interpreted
@@ -153,27 +146,25 @@ def test_each_step_replays_the_plainest_graph_that_serves_it(monkeypatch: pytest
     bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4]), bench.new(1, [5], RowSampling(repetition_penalty=2.0, logit_bias=BIAS))])
     for rows in ([0], [1], [0, 1]):
         bench.run(dict.fromkeys(rows, 1))
-    assert graphs.replayed == [(Kind.PLAIN, 1), (Kind.FULL, 1), (Kind.FULL, 2)]
+    assert graphs.replayed == [(Kind.SAMPLING_FULL, 2), (Kind.DECODE, 1), (Kind.DECODE_FULL, 1), (Kind.DECODE_FULL, 2)]
     shared = replace(bench.batch({0: 1, 1: 1}, [], [], []), shared_prefix_blocks=1)
     bench.runner.collect(bench.runner.submit(shared))
-    assert len(graphs.replayed) == 3, "a prefix is read once by the graphs of other steps; only sampling was replayed in full"
+    assert graphs.replayed[4:] == [(Kind.SAMPLING_FULL, 2)], "a prefix is read once by the graphs of other steps"
 
 
 class AsksForWhatTheDeviceLacks(GreedyWithoutLogprobs):
-    """Its `sample_fully_captured` raises."""
+    """Its `sample_captured` raises for `FULL`."""
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 
-    def fully_capturable(self, host_rows: NDArray[np.int64]) -> bool:
-        return True
+    def capture_for(self, host_rows: NDArray[np.int64]) -> Capture:
+        return super().capture_for(host_rows) or Capture.FULL
 
 
-def test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_graphs_on_the_cpu(monkeypatch)
+def test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is() -> None:
     bench = Bench(max_rows=ROWS)
     sampler = with_sampling_graphs(bench, AsksForWhatTheDeviceLacks)
-    bench.runner.graphs = graphs = GraphsOnCpu(bench.model, bench.backend, sampler, bench.rows, 256)
-    graphs.capture()
+    graphs = with_graphs(bench)
     results = [bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4]), bench.new(1, [5], RowSampling(logprobs=2))])]
     results += [bench.run(dict.fromkeys(rows, 1)) for rows in ([0, 1], [1], [0])]
     told = [
@@ -182,7 +173,7 @@ def test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is(monkeypatc
     ]
     assert told == [generate([3, 1, 4], 3), generate([5], 3)]
     assert [result.logprobs is not None for result in results] == [True, True, True, False]
-    assert (sampler.launched, graphs.replayed) == (5, [(Kind.PLAIN, 1)])
+    assert (sampler.launched, graphs.replayed) == (5, [(Kind.DECODE, 1)])
 
 
 @given(st.integers(1, 3000))

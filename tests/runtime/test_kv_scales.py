@@ -15,8 +15,8 @@ from dovetail.api.attention import AttentionContext, AttentionLayer, KVScales, L
 from dovetail.api.component import NoOptions
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
 from dovetail.runtime.kv_scales import LARGEST, ROOM, CacheScales, is_kv_scale
-from dovetail.runtime.mixed_graphs import LayerSplitter
 from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.worker import Worker
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.demo import BLOCK_BYTES, DEMO, context, decode, prefill
@@ -138,9 +138,9 @@ def test_the_step_that_calibrates_is_launched_kernel_by_kernel() -> None:
     rank, capacity = loaded(**FP8, kv_cache_scales="calibrate")
     runner = rank.runner
     assert runner is not None
-    graphs = runner.graphs = runner.mixed_graphs = runner.sampling_graphs = object()  # type: ignore[assignment]
+    graphs = runner.graphs = object()  # type: ignore[assignment]
     rank.collect(rank.submit(prefill(capacity, PROMPTS)))
-    assert runner.graphs is runner.mixed_graphs is runner.sampling_graphs is graphs
+    assert runner.graphs is graphs
 
 
 def test_sinks_reach_a_layer_that_is_calibrated_and_recorded_in_pieces() -> None:

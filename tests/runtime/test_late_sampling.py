@@ -10,22 +10,20 @@ from hypothesis import strategies as st
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.token_masks import mask_tokens
+from dovetail.runtime.graphs import Kind
 from tests.runtime.fakes import VOCAB, Bench, generate
-from tests.runtime.recorded import play_graphs_on_the_cpu
-from tests.runtime.test_decode_graphs import PROMPTS, Kind, begin, with_graphs
+from tests.runtime.test_decode_graphs import PROMPTS, begin, with_graphs
 from tests.runtime.test_sampling_graphs import with_sampling_graphs
 from tests.support import examples
 
 GRAPHS = pytest.mark.parametrize("graphs", [False, True])
 
 
-def bench_with(graphs: bool, patch: pytest.MonkeyPatch) -> Bench:
+def bench_with(graphs: bool) -> Bench:
     bench = Bench()
     if graphs:
-        play_graphs_on_the_cpu(patch)
         with_sampling_graphs(bench)
-        decode = with_graphs(bench)
-        bench.runner.graphs = decode
+        with_graphs(bench)
     return bench
 
 
@@ -33,42 +31,40 @@ def bench_with(graphs: bool, patch: pytest.MonkeyPatch) -> Bench:
 @examples(quick=8, full=100)
 @given(steps=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5))
 def test_late_steps_without_masks_give_the_tokens_of_others(graphs: bool, steps: list[set[int]]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        bench = bench_with(graphs, patch)
-        tokens = begin(bench, PROMPTS)
-        for rows in steps:
-            result = bench.run_late(dict.fromkeys(sorted(rows), 1))
-            for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
-                tokens[row].append(token)
-        assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
+    bench = bench_with(graphs)
+    tokens = begin(bench, PROMPTS)
+    for rows in steps:
+        result = bench.run_late(dict.fromkeys(sorted(rows), 1))
+        for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
+            tokens[row].append(token)
+    assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
     assert bench.rows.num_tokens[:4].tolist() == bench.rows.known.tolist()
 
 
-def test_a_late_decode_replays_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_decode_replays_the_model_alone() -> None:
     bench = Bench()
     graphs = with_graphs(bench)
     begin(bench, PROMPTS)
     bench.run_late(dict.fromkeys(range(3), 1))
     bench.run(dict.fromkeys(range(3), 1))
-    assert graphs.replayed == [(Kind.LATE, 4), (Kind.PLAIN, 4)]
+    assert graphs.replayed == [(Kind.MODEL, 4), (Kind.DECODE, 4)]
 
 
 @GRAPHS
 @examples(quick=10, full=200)
 @given(data=st.data())
 def test_masked_rows_draw_the_likeliest_that_is_allowed_and_others_what_they_would(graphs: bool, data: st.DataObject) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        bench = bench_with(graphs, patch)
-        plain = Bench()
-        begin(bench, PROMPTS)
-        begin(plain, PROMPTS)
-        for _ in range(3):
-            rows = sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))
-            allowed = {row: sorted(data.draw(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=4))) for row in rows if data.draw(st.booleans())}
-            tokens = bench.run_late(dict.fromkeys(rows, 1), allowed=allowed).token_ids.tolist()
-            assert plain.run_late(dict.fromkeys(rows, 1), allowed=allowed).token_ids.tolist() == tokens, "with graphs as without"
-            for row, token in zip(rows, tokens, strict=True):
-                assert token in allowed.get(row, range(VOCAB))
+    bench = bench_with(graphs)
+    plain = Bench()
+    begin(bench, PROMPTS)
+    begin(plain, PROMPTS)
+    for _ in range(3):
+        rows = sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))
+        allowed = {row: sorted(data.draw(st.sets(st.integers(0, VOCAB - 1), min_size=1, max_size=4))) for row in rows if data.draw(st.booleans())}
+        tokens = bench.run_late(dict.fromkeys(rows, 1), allowed=allowed).token_ids.tolist()
+        assert plain.run_late(dict.fromkeys(rows, 1), allowed=allowed).token_ids.tolist() == tokens, "with graphs as without"
+        for row, token in zip(rows, tokens, strict=True):
+            assert token in allowed.get(row, range(VOCAB))
 
 
 def test_log_probabilities_are_raw_beside_a_mask() -> None:

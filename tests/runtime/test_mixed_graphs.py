@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerSpec
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
-from dovetail.runtime import mixed_graphs
-from dovetail.runtime.mixed_graphs import LayerSplitter, MixedGraphs
+from dovetail.runtime import graphs as graphs_module
+from dovetail.runtime.graphs import Graph, Kind, mixed_builders
+from dovetail.runtime.recording import LayerSplitter
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, TinyModel, generate
-from tests.runtime.recorded import Recording, play_graphs_on_the_cpu
+from tests.runtime.recorded import Recording, WatchedGraphs, give_graphs, play_graphs_on_the_cpu
 from tests.support import examples
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]]
@@ -101,16 +102,13 @@ class PoolWideLayer(AttentionLayer):
 def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch, max_rows: int = 4) -> Bench:
     """With 4 rows recordings of 8 tokens or more compute the states of 4 wanted tokens alone."""
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
-    monkeypatch.setattr(mixed_graphs, "padded_sizes", lambda most: tuple(sizes[::-1]))
-    play_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(graphs_module, "padded_sizes", lambda most: tuple(sizes[::-1]))
     bench, splitter = Bench(max_rows), LayerSplitter()
     whole: Any = SimpleNamespace(make_layer=splitter.wrap(bench.backend.make_layer))
     bench.model = bench.runner.model = TinyModel(whole)
     bench.backend.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
-    graphs = MixedGraphs(bench.model, splitter, bench.backend, bench.rows, 256)
-    graphs.capture()
-    bench.runner.mixed_graphs = graphs
+    give_graphs(bench, mixed_builders(bench.runner.parts, splitter, 256))
     return bench
 
 
@@ -143,23 +141,30 @@ def test_the_tokens_are_those_of_the_model_however_prompts_are_cut_and_steps_pad
         assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]
 
 
-def graphs_of(bench: Bench) -> MixedGraphs:
-    assert bench.runner.mixed_graphs is not None
-    return bench.runner.mixed_graphs
+def graphs_of(bench: Bench) -> WatchedGraphs:
+    assert isinstance(bench.runner.graphs, WatchedGraphs)
+    return bench.runner.graphs
+
+
+def recorded(bench: Bench, sizes: list[int]) -> list[Graph]:
+    graphs = [graphs_of(bench).find(Kind.MIXED, size) for size in sizes]
+    return [graph for graph in graphs if graph is not None]
 
 
 @pytest.mark.parametrize(("backend", "pieces"), [(SlotsThatStay, [True, True, False]), (PoolWideAttention, [False])])
 def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded_too(
     backend: type[AttentionBackend], pieces: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for recording in graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))._recordings.values():
-        assert [piece.layer is not None for piece in recording.pieces] == pieces
+    for graph in recorded(bench_with_graphs(backend, [8, 4], monkeypatch), [8, 4]):
+        assert [piece.layer is not None for piece in graph.recording.pieces] == pieces
+        assert graph.whole == (len(pieces) == 1)
 
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 def test_recording_that_fails_leaves_nothing_capturing(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise memory that is released next would be released while a stream captures."""
     graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))
+    play_graphs_on_the_cpu(monkeypatch)
 
     def fail(*arguments: Any) -> torch.Tensor:
         if Recording.active is not None:
@@ -174,10 +179,9 @@ def test_recording_that_fails_leaves_nothing_capturing(backend: type[AttentionBa
 
 
 def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = graphs_of(bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch))
-    recordings = [graphs.recording_for(size, 0) for size in (16, 8, 7, 4)]
-    assert [len(recording.hidden) for recording in recordings if recording] == [4, 4, 7, 4]
-    assert [recording is not None and recording.all_states for recording in recordings] == [False, False, True, True]
+    graphs = recorded(bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch), [16, 8, 7, 4])
+    assert [len(graph.recording.outputs) for graph in graphs] == [4, 4, 7, 4]
+    assert [graph.inputs.all_states for graph in graphs] == [False, False, True, True]
 
 
 def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,15 +198,16 @@ def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_o
 
 
 def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    recordings = graphs_of(bench_with_graphs(SlotsThatStay, [16, 8, 4], monkeypatch))._recordings.values()
-    splitter = [(piece.q, piece.out) for recording in recordings for piece in recording.pieces if piece.layer is not None]
+    graphs = recorded(bench_with_graphs(SlotsThatStay, [16, 8, 4], monkeypatch), [16, 8, 4])
+    splitter = [(piece.q, piece.out) for graph in graphs for piece in graph.recording.pieces if piece.layer is not None]
     assert len({(q.data_ptr(), out.data_ptr()) for q, out in splitter if q is not None and out is not None}) == 1
 
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))
-    assert [recording and recording.size for recording in (graphs.recording_for(tokens, 0) for tokens in (1, 4, 5, 8, 9))] == [4, 4, 8, 8, None]
+    found = [graphs.for_model(tokens, 0, all_states=False) for tokens in (1, 4, 5, 8, 9)]
+    assert [graph and graph.size for graph in found] == [4, 4, 8, 8, None]
 
 
 def test_steps_that_share_a_prefix_have_recordings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

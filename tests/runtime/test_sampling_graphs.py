@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowSampling, SampledTokens
-from dovetail.runtime.sampling_graphs import SamplingGraphs
-from tests.runtime.fakes import HIDDEN, NAN_TOKEN, Bench, generate
-from tests.runtime.recorded import play_graphs_on_the_cpu
+from dovetail.api.sampler import Capture, RowSampling, SampledTokens
+from dovetail.runtime.graphs import SamplingSteps, decode_builders
+from tests.runtime.fakes import NAN_TOKEN, Bench, generate
+from tests.runtime.recorded import give_graphs
 from tests.runtime.test_decode_graphs import CapturableGreedy
 from tests.runtime.test_mixed_graphs import PROMPTS, SlotsThatStay, bench_with_graphs, generate_in_chunks
 from tests.support import examples
@@ -23,8 +23,8 @@ class GreedyWithoutLogprobs(CapturableGreedy):
 
     launched = 0
 
-    def capturable(self, host_rows: NDArray[np.int64]) -> bool:
-        return all(self.rows[row].logprobs is None for row in host_rows.tolist())
+    def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
+        return Capture.TOKENS if all(self.rows[row].logprobs is None for row in host_rows.tolist()) else None
 
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64]) -> SampledTokens:
         self.launched += len(rows)
@@ -33,9 +33,7 @@ class GreedyWithoutLogprobs(CapturableGreedy):
 
 def with_sampling_graphs(bench: Bench, of: type[GreedyWithoutLogprobs] = GreedyWithoutLogprobs) -> GreedyWithoutLogprobs:
     bench.sampler.__class__ = of
-    graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.runner.masks, bench.max_rows)
-    graphs.capture(torch.zeros(1, HIDDEN), None)
-    bench.runner.sampling_graphs = graphs
+    give_graphs(bench, [builder for builder in decode_builders(bench.runner.parts, bench.max_rows) if isinstance(builder, SamplingSteps)])
     assert isinstance(bench.sampler, GreedyWithoutLogprobs)
     return bench.sampler
 
@@ -45,7 +43,6 @@ def with_sampling_graphs(bench: Bench, of: type[GreedyWithoutLogprobs] = GreedyW
 @given(chunk=st.integers(1, 13))
 def test_the_tokens_are_those_of_the_model_however_prompts_are_cut(model_is_replayed: bool, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        play_graphs_on_the_cpu(patch)
         bench = bench_with_graphs(SlotsThatStay, [16, 8, 4], patch) if model_is_replayed else Bench()
         sampler = with_sampling_graphs(bench)
         assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]
@@ -54,8 +51,7 @@ def test_the_tokens_are_those_of_the_model_however_prompts_are_cut(model_is_repl
     assert bench.rows.num_tokens[bench.max_rows] == 1, "nobody's row stays as it was"
 
 
-def test_a_step_with_a_row_that_no_graph_serves_is_sampled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_graphs_on_the_cpu(monkeypatch)
+def test_a_step_with_a_row_that_no_graph_serves_is_sampled_as_it_is() -> None:
     bench = Bench()
     sampler = with_sampling_graphs(bench)
     added = [bench.new(0, PROMPTS[0]), bench.new(1, PROMPTS[1], RowSampling(logprobs=2))]
@@ -65,8 +61,7 @@ def test_a_step_with_a_row_that_no_graph_serves_is_sampled_as_it_is(monkeypatch:
     assert [[token] for token in result.token_ids.tolist()] == [generate(prompt, 1) for prompt in PROMPTS[:2]]
 
 
-def test_a_row_whose_hidden_state_is_nan_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_graphs_on_the_cpu(monkeypatch)
+def test_a_row_whose_hidden_state_is_nan_fails_alone() -> None:
     bench = Bench()
     with_sampling_graphs(bench)
     result = bench.run({0: 2, 1: 2, 2: 2}, [bench.new(0, [3, 1]), bench.new(1, [4, NAN_TOKEN]), bench.new(2, [5, 9, 2])])

@@ -1,4 +1,4 @@
-"""`HostInputs` against plain loops; `FixedInputs` hold the last step and nothing of those before."""
+"""`HostInputs` against plain loops; `MixedInputs` hold the last step and nothing of those before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime import step_inputs
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import DeviceInputs, FixedInputs, HostInputs
+from dovetail.runtime.step_inputs import DeviceInputs, HostInputs, MixedInputs
 from tests.support import examples
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_a_batch_is_flat(step: Step) -> None:
 @examples(quick=50, full=1000)
 @given(st.lists(steps, min_size=1, max_size=4))
 def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: list[Step]) -> None:
-    fixed = FixedInputs(SIZE, MAX_ROWS, MAX_ROWS, CPU)
+    fixed = MixedInputs(SIZE, MAX_ROWS, MAX_ROWS, CPU)
     names = [field.name for field in fields(DeviceInputs) if field.name != "table"]
     at = [getattr(fixed.rows(1), name).data_ptr() for name in names]
     for step in sequence:
@@ -92,12 +92,12 @@ def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.Monkey
         monkeypatch.setattr(step_inputs, "TABLE_ENTRIES", entries)
         host = inputs_of(step)
         assert host.max_blocks == 3
-        fixed = FixedInputs(SIZE, MAX_ROWS, 0, CPU).fill(host, np.zeros(0, np.int64))
+        fixed = MixedInputs(SIZE, MAX_ROWS, 0, CPU).fill(host, np.zeros(0, np.int64))
         assert [inputs.table is not None for inputs in (host, host.to_device(CPU), fixed)] == [comes] * 3
 
 
 def test_fixed_inputs_begin_as_padding() -> None:
-    fixed = FixedInputs(SIZE, MAX_ROWS, 0, CPU)
+    fixed = MixedInputs(SIZE, MAX_ROWS, 0, CPU)
     tokens = fixed.rows(0)
     assert [set(part.tolist()) for part in (tokens.token_indices, tokens.positions, tokens.slots)] == [{0}, {0}, {-1}]
     assert (len(tokens.rows), tokens.query_starts.tolist(), len(tokens.kv_lens), len(fixed.wanted)) == (0, [0], 0, 0)

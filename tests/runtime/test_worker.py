@@ -56,7 +56,9 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     steps: list[str] = []
 
     class Graphs:
-        def __init__(self, runner: Any, *_: Any) -> None: ...
+        @classmethod
+        def of(cls, *_: Any) -> Graphs:
+            return cls()
 
         def compile_ahead(self, prepare: Callable[[], None], progress: Any) -> None:
             steps.append("compile")
@@ -83,7 +85,7 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     on_the_cpu = Worker._make_runner
     monkeypatch.setattr(Worker, "_make_runner", make_runner)
-    monkeypatch.setattr(worker_module, "StepGraphs", Graphs)
+    monkeypatch.setattr(worker_module, "Graphs", Graphs)
     monkeypatch.setattr(worker_module, "choose_attention", choose)
     monkeypatch.setattr(worker_module, "resolve_dtype", lambda *_: torch.float32)
     monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:5], CPU))

@@ -1,4 +1,4 @@
-"""Rules, penalties and log-probabilities on the device alone: `sample_fully_captured` gives what `sample` does, and the kernels change logits as
+"""Rules, penalties and log-probabilities on the device alone: `sample_captured` in full gives what `sample` does, and the kernels change logits as
 their twins do, to the bit."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.sampler import RowSampling, SampledTokens
+from dovetail.api.sampler import Capture, RowSampling, SampledTokens
 from dovetail.errors import UnsupportedError
 from dovetail.nn import logprobs
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -103,8 +103,8 @@ def test_logits_are_changed_as_the_twin_does_to_the_bit(rows: list[Row], dtype: 
 @few
 def test_what_is_captured_in_full_is_what_is_sampled(rows: list[Row], places: list[int], dtype: torch.dtype) -> None:
     r = ready(rows, places[: len(rows)], dtype=dtype, device=str(DEVICE))
-    assert r.sampler.fully_capturable(r.host_rows)
-    assert_same(r, r.sampler.sample_fully_captured(r.logits, r.rows), r.sample())
+    assert r.sampler.capture_for(r.host_rows) is not None
+    assert_same(r, r.sampler.sample_captured(r.logits, r.rows, Capture.FULL), r.sample())
 
 
 def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> None:
@@ -126,13 +126,13 @@ def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> No
 @few
 def test_how_many_rows_there_is_room_for_changes_nothing(rows: list[Row], most: int) -> None:
     r = ready(rows, device=str(DEVICE))
-    expected = r.sampler.sample_fully_captured(r.logits, r.rows)
+    expected = r.sampler.sample_captured(r.logits, r.rows, Capture.FULL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_changes, "AT_ONCE", most * r.logits.shape[1])
         narrow = ready(rows, device=str(DEVICE))
     assert narrow.sampler._changes is not None
     assert narrow.sampler._changes.most == min(most, len(rows))
-    assert_same(r, narrow.sampler.sample_fully_captured(r.logits, r.rows), expected)
+    assert_same(r, narrow.sampler.sample_captured(r.logits, r.rows, Capture.FULL), expected)
 
 
 @runs_kernels
@@ -144,7 +144,7 @@ def test_log_probabilities_are_captured_without_their_kernel_too(monkeypatch: py
     r = ready([Row(np.linspace(0, 3, 30).tolist(), RowSampling(seed=seed, **way), (3,), (29,)) for seed, way in enumerate(ways)], device=str(DEVICE))
     expected = r.sample()
     monkeypatch.setattr("dovetail.nn.kernels.logprobs.top_logprobs", fail)
-    captured = r.sampler.sample_fully_captured(r.logits, r.rows)
+    captured = r.sampler.sample_captured(r.logits, r.rows, Capture.FULL)
     assert captured.logprobs is not None
     assert expected.logprobs is not None
     assert captured.token_ids.tolist() == expected.token_ids.tolist()
@@ -158,7 +158,7 @@ def test_padding_changes_nothing() -> None:
     rows = [Row([0.0, 1.0, 2.0], RowSampling(temperature=0.0, repetition_penalty=3.0, logprobs=1), (2,)), Row([9.0, 1.0, 2.0], RowSampling(top_k=2))]
     r = ready(rows, device=str(DEVICE))
     logits, index = torch.cat((r.logits, r.logits * torch.nan)), torch.tensor([0, 1, 2, 2], device=DEVICE)
-    padded = r.sampler.sample_fully_captured(logits, index)
+    padded = r.sampler.sample_captured(logits, index, Capture.FULL)
     assert padded.token_ids[2:].tolist() == [0, 0]
     assert_same(r, replace(padded, token_ids=padded.token_ids[:2]), r.sample())
 
@@ -194,12 +194,12 @@ def test_long_bad_words_and_many_are_matched_at_their_ends() -> None:
 @runs_kernels
 def test_many_logprobs_are_not_captured(asked: int) -> None:
     rows = [Row([0.0] * 50, RowSampling(logprobs=k)) for k in (None, asked)]
-    assert ready(rows, device=str(DEVICE)).sampler.fully_capturable(np.array([0, 1])) == (asked <= CAPTURED_LOGPROBS)
+    assert ready(rows, device=str(DEVICE)).sampler.capture_for(np.array([0, 1])) is (Capture.FULL if asked <= CAPTURED_LOGPROBS else None)
 
 
 def test_without_kernels_nothing_is_captured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default, "use_kernels", lambda *tensors: False)
     r = ready([Row([0.0, 1.0], RowSampling(repetition_penalty=2.0))])
-    assert not r.sampler.fully_capturable(r.host_rows)
-    with pytest.raises(UnsupportedError, match="DefaultSampler can't be captured in full"):
-        r.sampler.sample_fully_captured(r.logits, r.rows)
+    assert r.sampler.capture_for(r.host_rows) is None
+    with pytest.raises(UnsupportedError, match="DefaultSampler can't be captured in a CUDA graph: FULL"):
+        r.sampler.sample_captured(r.logits, r.rows, Capture.FULL)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import RowHistory, RowSampling, Sampler, SamplerContext
+from dovetail.api.sampler import Capture, RowHistory, RowSampling, Sampler, SamplerContext
 from dovetail.errors import UnsupportedError
 from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
@@ -220,8 +220,8 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
 @examples(quick=80, full=2000)
 def test_what_is_captured_gives_the_tokens_that_are_sampled(rows: list[Row]) -> None:
     r = ready(rows)
-    assert r.sampler.capturable(r.host_rows)
-    captured = r.sampler.sample_captured(r.logits, r.rows).tolist()
+    assert r.sampler.capture_for(r.host_rows) is Capture.TOKENS
+    captured = r.sampler.sample_captured(r.logits, r.rows, Capture.TOKENS).token_ids.tolist()
     sampled = r.sampler.sample(r.logits.clone(), r.rows, r.host_rows).token_ids.tolist()
     assert all(mine in choices and theirs in choices for mine, theirs, choices in zip(captured, sampled, plain_draws(r), strict=True))
 
@@ -240,12 +240,13 @@ def test_what_is_captured_gives_the_tokens_that_are_sampled(rows: list[Row]) -> 
 )
 def test_what_needs_more_than_temperature_and_filters_is_not_captured(more: dict[str, object]) -> None:
     r = ready([Row([0.0, 1.0], sampling) for sampling in (RowSampling(), RowSampling(top_k=1), replace(RowSampling(), **more))])
-    assert r.sampler.capturable(np.array([0, 1]))
-    assert not r.sampler.capturable(np.array([0, 1, 2]))
+    assert r.sampler.capture_for(np.array([0, 1])) is Capture.TOKENS
+    assert r.sampler.capture_for(np.array([0, 1, 2])) is not Capture.TOKENS
 
 
 def padded(r: Ready, rows: Sequence[int]) -> list[int]:
-    return r.sampler.sample_captured(r.logits[[min(row, len(r.logits) - 1) for row in rows]], torch.tensor(rows)).tolist()
+    logits = r.logits[[min(row, len(r.logits) - 1) for row in rows]]
+    return r.sampler.sample_captured(logits, torch.tensor(rows), Capture.TOKENS).token_ids.tolist()
 
 
 def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> None:
@@ -261,11 +262,11 @@ def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> N
 
 def test_a_sampler_that_says_nothing_is_not_captured() -> None:
     class Plain(DefaultSampler):
-        capturable = Sampler.capturable
+        capture_for = Sampler.capture_for
         sample_captured = Sampler.sample_captured
 
     empty = torch.zeros(1, dtype=torch.int32)
     plain = Plain(NoOptions(), SamplerContext("cpu", 4, RowHistory(empty[None], empty, empty)))
-    assert not plain.capturable(np.array([0]))
+    assert plain.capture_for(np.array([0])) is None
     with pytest.raises(UnsupportedError, match="Plain"):
-        plain.sample_captured(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64))
+        plain.sample_captured(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), Capture.TOKENS)

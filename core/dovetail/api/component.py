@@ -26,7 +26,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "kv_cache": "0.2",
     "attention": "0.3",
     "model": "0.2",
-    "sampler": "0.1",
+    "sampler": "0.2",
     "grammar": "0.1",
     "executor": "0.3",
     "observer": "0.1",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -67,9 +68,9 @@ class SamplerContext:
 
 @dataclass(frozen=True, slots=True)
 class SamplerCapabilities:
-    """Features that a sampler supports. `cuda_graph`: it implements `sample_captured`; otherwise no step is replayed as a CUDA graph.
-    `cuda_graph_full`: it implements `sample_fully_captured` as well. `extra_args_model`: a pydantic model that validates a request's `extra_args`
-    on arrival, so that an invalid value fails that request. It is used only for requests that set some."""
+    """Features that a sampler supports. `cuda_graph`: it implements `sample_captured` for `Capture.TOKENS`; otherwise no sampling is replayed as a
+    CUDA graph. `cuda_graph_full`: for `Capture.FULL` as well. `extra_args_model`: a pydantic model that validates a request's `extra_args` on
+    arrival, so that an invalid value fails that request. It is used only for requests that set some."""
 
     cuda_graph: bool = False
     logprobs: bool = True
@@ -96,6 +97,14 @@ class TopLogprobs:
 class SampledTokens:
     token_ids: torch.Tensor  # [n] int64, on the device
     logprobs: TopLogprobs | None = None  # if any row requests them; k is the largest number requested
+
+
+class Capture(Enum):
+    """What a CUDA graph of sampling supports. The executor records separate graphs for each, so that no step pays for features that its rows don't
+    need."""
+
+    TOKENS = "tokens"  # token ids only, e.g. with temperature and filters
+    FULL = "full"  # everything that a graph can do, e.g. penalties, rules and log-probabilities too
 
 
 class Sampler(ABC):
@@ -125,26 +134,17 @@ class Sampler(ABC):
         which it may overwrite; other arguments are only read. The result is valid until the sampler is called again. `context.history` has the rows'
         tokens, but not yet those sampled here. The output position is num_tokens - prompt_lens."""
 
-    def capturable(self, host_rows: np.ndarray) -> bool:
-        """Return True if `sample_captured` suffices for these rows [n]: they need nothing but a token. False by default."""
-        return False
+    def capture_for(self, host_rows: np.ndarray) -> Capture | None:
+        """Return the cheapest capture in which `sample_captured` returns all that `sample` would for each of these rows [n], which may differ in what
+        they need. None, the default: no capture does."""
+        return None
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the token ids [n] int64 of `rows` [n] int64, using only operations that a CUDA graph can record and replay for other rows, with no
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        """Sample one token for each of `rows` [n] int64, using only operations that a CUDA graph can record and replay for other rows, with no
         synchronization with the host. Each replay reads the parameters where `update` stored them, and the history as it is then.
 
-        `rows` may contain `max_rows`, an index beyond all rows, as padding; any valid id may be returned for it. Raises `UnsupportedError` unless
-        `capabilities.cuda_graph`.
+        `rows` may contain `max_rows`, an index beyond all rows, as padding; any valid id may be returned for it. Log-probabilities may have any
+        number of columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` for a capture that
+        `capabilities` doesn't declare, and for `FULL` if the device lacks a required feature: then `sample` samples such rows.
         """
-        raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph")
-
-    def fully_capturable(self, host_rows: np.ndarray) -> bool:
-        """Return True if `sample_fully_captured` returns all that `sample` would for these rows [n]. Called if `capturable` is False."""
-        return False
-
-    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
-        """Like `sample_captured`, in separate, slower graphs that also support e.g. penalties and log-probabilities. The latter may have any number
-        of columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` unless
-        `capabilities.cuda_graph_full`, and if the device lacks a required feature: then `sample` samples such rows.
-        """
-        raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in full in a CUDA graph")
+        raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph: {capture.name}")

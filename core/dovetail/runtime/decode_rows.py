@@ -1,5 +1,5 @@
 """Functions that read a decode step's rows before the model and extend them after the sampler, on the device, so that a CUDA graph can record them
-(`decode_graphs`).
+(`graphs`).
 
 Each is one kernel where kernels run (`decode_rows_kernels`), instead of some ten of torch's that take longer to come and go than they compute.
 """

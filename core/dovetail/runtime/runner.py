@@ -22,13 +22,11 @@ from dovetail.api.sampler import SampledTokens, Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.token_masks import mask_tokens
-from dovetail.runtime.decode_graphs import DecodeGraphs, Kind
+from dovetail.runtime.graphs import Graph, Graphs, StepParts
 from dovetail.runtime.mask_buffer import MaskBuffer, lines_of
-from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
 from dovetail.runtime.sampler_rows import update_rows
-from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
 
@@ -132,10 +130,13 @@ class Runner:
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions with logits computed at once
         self._pending: deque[PendingStep] = deque()
         self._refused: dict[int, str] = {}  # rows of collected steps that the sampler rejected -> reason: their requests have ended
-        self.graphs: DecodeGraphs | None = None  # set once captured, like the next two
         self.masks = MaskBuffer(rows.max_rows, vocab_size, rows.device)
-        self.mixed_graphs: MixedGraphs | None = None
-        self.sampling_graphs: SamplingGraphs | None = None
+        self.graphs: Graphs | None = None  # set once captured
+
+    @property
+    def parts(self) -> StepParts:
+        """What graphs of its steps are made of."""
+        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -144,12 +145,12 @@ class Runner:
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
         pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.yields_token, started, span=span)
-        graphs, kind = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
+        graphs, graph = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
         if graphs is not None:
             self._tell_sampler(batch, pending)
-            kind = graphs.kind_for(batch.rows.astype(np.int64), self._worth_sharing(batch), late=batch.late)
-        if graphs is not None and kind is not None:
-            self._replay(graphs, kind, batch, pending)
+            graph = graphs.for_decode(batch.rows.astype(np.int64), self._worth_sharing(batch), late=batch.late)
+        if graphs is not None and graph is not None:
+            self._replay(graphs, graph, batch, pending)
         else:
             hidden, last_indices = self._run_model(batch, pending)
             if graphs is None:
@@ -180,12 +181,11 @@ class Runner:
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
         """Launch the step kernel by kernel."""
-        graphs = self.graphs, self.mixed_graphs, self.sampling_graphs
-        self.graphs = self.mixed_graphs = self.sampling_graphs = None
+        graphs, self.graphs = self.graphs, None
         try:
             yield
         finally:
-            self.graphs, self.mixed_graphs, self.sampling_graphs = graphs
+            self.graphs = graphs
 
     def _close(self, pending: PendingStep) -> None:
         """Finish submitting: the whole step is enqueued; on a CPU, computed."""
@@ -230,16 +230,18 @@ class Runner:
     def _run_model(self, batch: Batch, pending: PendingStep) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Run the model for any step. Large steps are launched kernel by kernel. Returns hidden states [any, hidden], and where in them those of the
         last tokens of the rows that sample are."""
-        graphs, shared_blocks, host = self.mixed_graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
+        graphs, shared_blocks, host = self.graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         all_states = len(asks) > 0
-        recording = None if graphs is None else graphs.recording_for(host.num_tokens, shared_blocks, all_states=all_states)
+        graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states)
         last_indices = host.ends[batch.yields_token].astype(np.int64) - 1
-        inputs = host.to_device(self.device) if recording is None else recording.inputs.fill(host, last_indices)
-        self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks, recording))
-        if graphs is not None and recording is not None:
-            hidden, all_states = graphs.run(recording), recording.all_states
+        if graphs is not None and graph is not None:
+            inputs = graph.inputs.fill(host, last_indices)
+            hidden = graphs.replay(graph, self._attention_batch(batch, host, inputs, shared_blocks, mixed_graph=graph.whole))
+            all_states = graph.inputs.all_states
         else:
+            inputs = host.to_device(self.device)
+            self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks))
             all_states = all_states or len(last_indices) == host.num_tokens
             hidden = self._launch_model(inputs, None if all_states else last_indices)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
@@ -257,14 +259,16 @@ class Runner:
         """Return True if every row computes one token and samples, so that a graph can replay the step if it supports the rows' sampling."""
         return bool((batch.num_tokens == 1).all() and batch.yields_token.all() and not self._asks_prompt_logprobs(batch).any())
 
-    def _replay(self, graphs: DecodeGraphs, kind: Kind, batch: Batch, pending: PendingStep) -> None:
+    def _replay(self, graphs: Graphs, graph: Graph, batch: Batch, pending: PendingStep) -> None:
         """Replay with the longest rows first: kernels that compute a row in one program start with these, and short ones fill the gaps at the end."""
         rows = batch.rows.astype(np.int64)
         order = np.argsort(-self.rows.known[rows], kind="stable")
-        if kind is Kind.LATE:
-            pending.unsampled = graphs.replay_model(rows[order]), np.argsort(order)
+        outputs = graphs.replay(graph, graph.inputs.fill(rows[order], self._worth_sharing(batch)))
+        if batch.late:
+            pending.unsampled = outputs, np.argsort(order)
             return
-        self._fetch(graphs.replay(kind, rows[order], self._worth_sharing(batch)), rows, pending, order)
+        self.rows.known[rows] += 1
+        self._fetch(outputs, rows, pending, order)
 
     def _fetch(self, sampled: Sampled, host_rows: NDArray[np.int64], pending: PendingStep, order: NDArray[np.int64] | None = None) -> None:
         """Copy the replayed results of these rows to the host, in this order."""
@@ -295,7 +299,7 @@ class Runner:
             raise DovetailError(f"request {self.rows.request_ids[row]!r} goes on, but not on every rank alike: here {self._refused[row]}")
 
     def _attention_batch(
-        self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, recording: Recording | None
+        self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, *, mixed_graph: bool = False
     ) -> AttentionBatch:
         """Plan a step for attention; if it is replayed, including its padding."""
         table = inputs.table
@@ -311,16 +315,19 @@ class Runner:
             host_query_lens=batch.num_tokens,
             host_kv_lens=host.kv_lens,
             shared_prefix_blocks=shared_blocks,
-            mixed_graph=recording is not None and recording.whole,
+            mixed_graph=mixed_graph,
         )
 
     def _sample(self, host_rows: NDArray[np.int64], host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
         """Sample for the rows that yield a token, `host_rows` [n]. `host_indices` [n]: indices in `hidden` of their last tokens' states."""
-        if self.sampling_graphs is not None:
-            replayed = self.sampling_graphs.replay(hidden, host_indices, host_rows, pending.masked)
-            if replayed is not None:
-                self._fetch(replayed, host_rows, pending)
-                return
+        graphs = self.graphs
+        graph = None if graphs is None else graphs.for_sampling(host_rows, masked=pending.masked is not None)
+        if graphs is not None and graph is not None:
+            graph.inputs.fill(hidden, host_indices, host_rows, pending.masked)
+            replayed = graphs.replay(graph)
+            self.rows.known[host_rows] += 1
+            self._fetch(replayed, host_rows, pending)
+            return
         rows, indices = all_to_device([host_rows, host_indices], self.device)
         last = hidden.index_select(0, indices)  # [n, hidden]
         sampled = self._draw(self.model.logits(last), rows, host_rows, pending.masked)

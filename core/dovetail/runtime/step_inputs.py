@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dovetail.api.attention import AttentionBatch
 from dovetail.api.executor import Batch
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.transfer import Mirror, all_to_device
+from dovetail.runtime.transfer import Mirror, all_to_device, upload
 
 TABLE_ENTRIES = 4096  # up to this size, a step's block table is sent with its other inputs, which saves a gathering kernel
 Int32 = NDArray[np.int32]
@@ -73,20 +74,24 @@ class HostInputs:
         )
 
 
-class FixedInputs:
+class MixedInputs:
     """The same for a recorded step of up to `size` tokens of up to `max_rows` rows, where a graph finds it: the tensors keep their addresses. Padding
     tokens are the first token of row 0, and their K and V go nowhere.
 
-    `wanted` [most_wanted] int64: indices, in the step, of the tokens whose states are computed to the end."""
+    `wanted` [most_wanted] int64: indices, in the step, of the tokens whose states are computed to the end; of none if all are."""
 
     def __init__(self, size: int, max_rows: int, most_wanted: int, device: torch.device) -> None:
-        self.size = size
         tokens, rows, short = np.zeros(size, np.int64), np.zeros(max_rows, np.int64), np.zeros(max_rows + 1, np.int32)
         wanted, table = np.zeros(most_wanted, np.int64), np.zeros(TABLE_ENTRIES, np.int32)
         self._mirror = Mirror([tokens, tokens, tokens - 1, rows, short, short[:-1], wanted, table], device)
         self._mirror.send()
         *inputs, self.wanted, self._table = self._mirror.tensors
         self._all = DeviceInputs(*inputs)
+
+    @property
+    def all_states(self) -> bool:
+        """True if the states of all tokens are computed to the end; False if only those of wanted tokens."""
+        return len(self.wanted) == 0
 
     @property
     def token_indices(self) -> torch.Tensor:
@@ -118,3 +123,69 @@ class FixedInputs:
         table[:used] = host.table.reshape(-1)
         self._mirror.send(numbers=used)
         return self.rows(count, self._table[:used].view(host.table.shape))
+
+
+class DecodeInputs:
+    """The inputs of a recorded decode step of up to `size` rows of `state`, at fixed addresses. Padding is nobody's row, whose token goes nowhere."""
+
+    def __init__(self, size: int, state: RowState) -> None:
+        self.size, self._state = size, state
+        numbers, kv_lens, table = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(TABLE_ENTRIES, np.int32)
+        self._mirror = Mirror([numbers, numbers, kv_lens, table], state.device)
+        self.rows, self._slots, self._kv_lens, self._table = self._mirror.tensors
+        self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
+
+    def fill(self, host_rows: Int64, shared_prefix_blocks: int) -> AttentionBatch:
+        """Enqueue the copy of a step in which each of `host_rows` [n], n <= size, computes its last known token. Returns the step for attention: its
+        block tables come with the other inputs where they fit, and are gathered on the device otherwise."""
+        state, count = self._state, len(host_rows)
+        kv_lens = state.known[host_rows]
+        all_rows, all_slots, all_lens, blocks = self._mirror.arrays
+        padded = (all_rows, host_rows, state.max_rows), (all_slots, state.slots(host_rows, kv_lens - 1), -1), (all_lens, kv_lens, 0)
+        for array, own, padding in padded:
+            array[:count], array[count:] = own, padding
+        width = -(-int(kv_lens.max(initial=1)) // state.block_size)
+        if (used := self.size * width) <= TABLE_ENTRIES:
+            blocks[: count * width], blocks[count * width : used] = state.host_blocks[host_rows, :width].reshape(-1), 0
+            self._mirror.send(numbers=used)
+            table = self._table[:used].view(self.size, width)
+        else:
+            self._mirror.send(numbers=0)
+            table = state.block_table[:, :width].index_select(0, self.rows)
+        return AttentionBatch(
+            num_rows=count,
+            num_tokens=count,
+            query_starts=self._query_starts,
+            kv_lens=self._kv_lens,
+            block_table=table,
+            slots=self._slots,
+            host_query_lens=np.ones(count, np.int32),
+            host_kv_lens=kv_lens.astype(np.int32),
+            shared_prefix_blocks=shared_prefix_blocks,
+        )
+
+
+class SamplingInputs:
+    """The inputs of the recorded sampling of up to `size` rows, at fixed addresses. Padding rows are `nobody`'s."""
+
+    def __init__(self, size: int, nobody: int, states: torch.Tensor) -> None:
+        """`states` [any, hidden] are hidden states of the model, for their width and dtype."""
+        self._nobody = nobody
+        self._numbers = torch.zeros((3, size), dtype=torch.int64, device=states.device)
+        self.hidden = states.new_zeros(size, states.shape[1])
+        self.rows, self._indices, self.masked = self._numbers
+        self.rows.fill_(nobody)
+        self.masked.fill_(-1)
+
+    def fill(self, hidden: torch.Tensor, host_indices: Int64, host_rows: Int64, masked: Int64 | None) -> None:
+        """Enqueue the copy: each of `host_rows` [n], n <= size, samples the token after its last known one, which has the state
+        hidden[host_indices]. `masked` [n] are their lines in the masks, or -1; None: no row is masked."""
+        count = len(host_rows)
+        host = np.zeros(self._numbers.shape, np.int64)
+        host[0, :count], host[0, count:] = host_rows, self._nobody
+        host[1, :count] = host_indices
+        host[2] = -1
+        if masked is not None:
+            host[2, :count] = masked
+        upload(host, self._numbers)
+        torch.index_select(hidden, 0, self._indices, out=self.hidden)

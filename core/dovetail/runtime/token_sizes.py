@@ -1,5 +1,5 @@
-"""Sizes for which steps are recorded as CUDA graphs: numbers of tokens for steps with prefills (`mixed_graphs`), of rows for decode-only steps
-(`decode_graphs`). Needs no torch, since simulations use it, too."""
+"""Sizes for which steps are recorded as CUDA graphs (`graphs`): numbers of tokens for steps with prefills, of rows for decode-only steps. Needs no
+torch, since simulations use it, too."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
+def sharing_token_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Choose from `sizes` in tokens, rising, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
+    return tuple(size for size in sizes if size == sizes[-1] or (size >= 256 and size.bit_count() == 1))
+
+
 def typical(sizes: Sequence[int]) -> list[int]:
     """Choose the largest of `sizes`, the powers of two, and three times these: between two of them, mostly the same kernels are launched."""
     most = max(sizes, default=0)
@@ -38,3 +43,8 @@ def row_sizes(most: int) -> tuple[int, ...]:
     """Return ascending numbers of rows of decode-only steps up to `most`: dense where padding would cost most."""
     sizes = {1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, most, 64)}
     return (*sorted(size for size in sizes if size < most), most)
+
+
+def sharing_row_sizes(most: int) -> tuple[int, ...]:
+    """The same, for steps that read a shared prefix once: fewer."""
+    return tuple(sorted({min(1 << power, most) for power in range(2, most.bit_length() + 1)}))

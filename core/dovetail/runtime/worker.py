@@ -20,17 +20,17 @@ from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.moe import Experts
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
+from dovetail.runtime.graphs import Graphs
 from dovetail.runtime.kv_pool import kv_layout, pool_blocks
 from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.loading import LoadedModel, load_model
 from dovetail.runtime.memory import readable_bytes
-from dovetail.runtime.mixed_graphs import LayerSplitter
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
 from dovetail.runtime.profiling import peak_bytes
 from dovetail.runtime.quantization import choose_quantization
+from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
-from dovetail.runtime.step_graphs import StepGraphs
 from dovetail.runtime.trial import TrialRun
 
 
@@ -46,7 +46,7 @@ class Worker:
         executor's name in errors. Loads nothing yet."""
         self.context, self.group, self.executor = context, group, executor
         self.runner: Runner | None = None  # None unless the model is loaded
-        self._graphs: StepGraphs | None = None
+        self._graphs: Graphs | None = None  # the runner's, once captured
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
 
@@ -91,7 +91,7 @@ class Worker:
         if device.type == "cuda":
             gc.collect()
             gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
-        self._graphs = self._step_graphs(model, chosen.backend, splitter, device)
+        self._graphs = self._make_graphs(model, chosen.backend, splitter, device)
         blocks = self._pool_blocks(layout, model.max_model_len, num_blocks, device)
         return Capacity(
             num_blocks=blocks,
@@ -120,6 +120,7 @@ class Worker:
         self._make_pool(num_blocks)
         if self._graphs is not None:
             self._graphs.capture(self.context.progress)
+            runner.graphs = self._graphs
         if isinstance(runner.model, VerifiesItself):
             runner.model.verify(TrialRun(runner, num_blocks, self.context.config.max_num_batched_tokens, rounds_kv=self._scales is not None))
         if runner.device.type == "cuda":
@@ -199,12 +200,12 @@ class Worker:
         runner.backend.allocate(num_blocks)
         runner.backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, runner.rows.max_len)
 
-    def _step_graphs(self, model: LoadedModel, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> StepGraphs | None:
+    def _make_graphs(self, model: LoadedModel, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> Graphs | None:
         """Return the graphs to record, with compiled kernels; None if unsupported or disabled."""
         config = self.context.config
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
             return None
-        graphs = StepGraphs(self._running(), splitter, config.max_num_batched_tokens, _parameters_of_a_token(model))
+        graphs = Graphs.of(self._running().parts, splitter, config.max_num_batched_tokens, _parameters_of_a_token(model))
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
 

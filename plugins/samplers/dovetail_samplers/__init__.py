@@ -13,6 +13,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="sampler",
         name="default",
         target="dovetail_samplers.default:DefaultSampler",
+        api="0.2",
         summary="greedy, temperature, top-k, top-p, min-p, penalties, bans, logprobs; a seed fixes the tokens",
         requires=("torch>=2.11",),
     )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import Capture, RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
@@ -59,22 +59,19 @@ class DefaultSampler(Sampler):
             if self._changes is not None:
                 self._changes.send(self._table, rows)
 
-    def capturable(self, host_rows: Rows) -> bool:
-        """True if the rows need only what the device holds: temperature and filters."""
-        return not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & UNCAPTURABLE
+    def capture_for(self, host_rows: Rows) -> Capture | None:
+        """Return `TOKENS` for rows that need only temperature and filters, and `FULL` for others, unless one asks for many log-probabilities."""
+        if not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & UNCAPTURABLE:
+            return Capture.TOKENS
+        few = int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
+        return Capture.FULL if few and self._changes is not None else None
 
     @torch.inference_mode()
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._device_rows.draw(logits, rows, self.context.history)
-
-    def fully_capturable(self, host_rows: Rows) -> bool:
-        """True unless a row asks for many log-probabilities."""
-        return self._changes is not None and int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
-
-    @torch.inference_mode()
-    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        if capture is Capture.TOKENS:
+            return SampledTokens(self._device_rows.draw(logits, rows, self.context.history))
         if self._changes is None:
-            return super().sample_fully_captured(logits, rows)
+            return super().sample_captured(logits, rows, capture)
         token_ids = self._draw_changed(self._changes, logits, rows)
         return SampledTokens(token_ids, top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, rows, self._changes.asked_logprobs))
 
@@ -99,7 +96,7 @@ class DefaultSampler(Sampler):
         if self._changes is None:
             return None
         if not union & Needs.CHANGED_LOGITS:
-            return self.sample_captured(logits, rows)
+            return self._device_rows.draw(logits, rows, self.context.history)
         with suppress(KernelUnavailable):
             return self._draw_changed(self._changes, logits, rows)
         return None

@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch.nn.functional import pad
 
-from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
+from dovetail.api.sampler import Capture, RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.testing.checks import Untried
 from dovetail_samplers.default import CAPTURED_LOGPROBS, DefaultSampler
@@ -522,37 +522,38 @@ class Capturing(DefaultSampler):
 
 @mutant(caught_by="sampler.captured")
 class CapturedRowsShareTheirSeed(Capturing):
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
         first = rows[:1].expand(len(rows))
-        return super().sample_captured(logits, first)
+        return super().sample_captured(logits, first, capture)
 
 
 @mutant(caught_by="sampler.captured")
 class PaddingGetsNoToken(Capturing):
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return super().sample_captured(logits, rows).masked_fill(rows >= len(self.context.history.num_tokens), -1)
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        token_ids = super().sample_captured(logits, rows, capture).token_ids
+        return SampledTokens(token_ids.masked_fill(rows >= len(self.context.history.num_tokens), -1))
 
 
 @mutant(caught_by="sampler.capturable")
 class CapturesWhateverComes(Capturing):
-    def capturable(self, host_rows: np.ndarray) -> bool:
-        return True
+    def capture_for(self, host_rows: np.ndarray) -> Capture:
+        return Capture.TOKENS
 
 
 @mutant(caught_by="sampler.capturable")
 class LooksAtTheFirstRowAlone(Capturing):
-    def capturable(self, host_rows: np.ndarray) -> bool:
-        return super().capturable(host_rows[:1])
+    def capture_for(self, host_rows: np.ndarray) -> Capture | None:
+        return super().capture_for(host_rows[:1])
 
 
 @mutant(caught_by="sampler.graph", error=AssertionError if torch.cuda.is_available() else Untried)
 class CapturesItsParameters(Capturing):
     """The parameters of the rows that were captured are used for all that come after."""
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
         rows_of = self._device_rows
         self.first = getattr(self, "first", None) or rows_of.parameters(rows)
-        return draw_plain(logits, rows, self.first, self.context.history, rows_of.hashes)
+        return SampledTokens(draw_plain(logits, rows, self.first, self.context.history, rows_of.hashes))
 
 
 class CapturingInFull(DefaultSampler):
@@ -560,10 +561,13 @@ class CapturingInFull(DefaultSampler):
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 
-    def fully_capturable(self, host_rows: np.ndarray) -> bool:
-        return int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
+    def capture_for(self, host_rows: np.ndarray) -> Capture | None:
+        few = int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
+        return super().capture_for(host_rows) or (Capture.FULL if few else None)
 
-    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        if capture is Capture.TOKENS:
+            return super().sample_captured(logits, rows, capture)
         own = rows < len(self.context.history.num_tokens)
         sampled, padding = self.sample(logits[own], rows[own], rows[own].cpu().numpy()), (0, int((~own).sum()))
         token_ids = pad(sampled.token_ids, padding)
@@ -575,19 +579,20 @@ class CapturingInFull(DefaultSampler):
 
 @mutant(caught_by="sampler.fully_captured")
 class CapturesNoPenalties(CapturingInFull):
-    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
-        return replace(super().sample_fully_captured(logits, rows), token_ids=self.sample_captured(logits, rows))
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        tokens = super().sample_captured(logits, rows, Capture.TOKENS)
+        return tokens if capture is Capture.TOKENS else replace(super().sample_captured(logits, rows, capture), token_ids=tokens.token_ids)
 
 
 @mutant(caught_by="sampler.fully_captured")
 class CapturesWhoeverAsksForManyLogprobs(CapturingInFull):
     """Graphs have room for some alone."""
 
-    def fully_capturable(self, host_rows: np.ndarray) -> bool:
-        return True
+    def capture_for(self, host_rows: np.ndarray) -> Capture:
+        return super().capture_for(host_rows) or Capture.FULL
 
-    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
-        sampled = super().sample_fully_captured(logits, rows)
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        sampled = super().sample_captured(logits, rows, capture)
         if sampled.logprobs is None:
             return sampled
         ids, logprobs = (columns[:, : 1 + CAPTURED_LOGPROBS] for columns in (sampled.logprobs.token_ids, sampled.logprobs.logprobs))
@@ -600,13 +605,15 @@ class CapturesItsPenalties(DefaultSampler):
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 
-    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        if capture is Capture.TOKENS:
+            return super().sample_captured(logits, rows, capture)
         if not hasattr(self, "first"):
             self.first = copy(self._changes)
             self.first._records = self._changes._records.clone()
         now, self._changes = self._changes, self.first
         try:
-            return super().sample_fully_captured(logits, rows)
+            return super().sample_captured(logits, rows, capture)
         finally:
             self._changes = now
 

@@ -32,6 +32,7 @@ CLAUSES: Marks = {
         "It is used only": TOLD,
         "*": held("hygiene.capabilities"),
     },
+    "Capture": TOLD,
     "TopLogprobs": held("logprobs", but="dtypes are checked by the executor's suite"),
     "SampledTokens": {"if any row requests": held("logprobs", "logprobs_harmless", "reused_rows"), "*": held("output")},
     "Sampler": TOLD,
@@ -43,16 +44,14 @@ CLAUSES: Marks = {
         "not yet those sampled": held("stale_history", "preemption"),
         "output position": held("seed"),
     },
-    "Sampler.capturable": held("capturable", "captured"),
+    "Sampler.capture_for": held("capturable", "captured", "fully_captured"),
     "Sampler.sample_captured": {
-        "Raises `UnsupportedError`": unchecked("the default does, and it isn't called without the capability"),
-        "that a CUDA graph can record": held("captured", "graph", but="without a GPU no graph is captured"),
-        "Each replay": held("graph"),
-        "any valid id": held("captured"),
-    },
-    "Sampler.fully_capturable": held("fully_captured"),
-    "Sampler.sample_fully_captured": {
-        "Raises `UnsupportedError`": unchecked("a device that lacks a feature can't be simulated"),
-        "*": held("fully_captured", "full_graph", but="without a GPU no graph is captured"),
+        "Raises `UnsupportedError`": unchecked(
+            "it isn't called for what a sampler doesn't declare, and a device that lacks a feature can't be simulated"
+        ),
+        "Each replay": held("graph", "full_graph"),
+        "any valid id": held("captured", "fully_captured"),
+        "any number of columns": held("fully_captured", "full_graph"),
+        "*": held("captured", "graph", "fully_captured", "full_graph", but="without a GPU no graph is captured"),
     },
 }

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, Sampler, SamplerContext
+from dovetail.api.sampler import Capture, RowHistory, RowSampling, SampledTokens, Sampler, SamplerContext
 
 MakeSampler = Callable[[SamplerContext], Sampler]
 STALE = 7  # content of the history after a row's tokens
@@ -69,20 +69,11 @@ class Bench:
         tokens: list[int] = self.sample(some).token_ids.tolist()
         return tokens
 
-    def captured(self, rows: Sequence[int] | None = None) -> list[int]:
-        """Return the tokens of `sample_captured`; `rows` may contain `max_rows`, which is padding."""
-        tokens: list[int] = self.sampler.sample_captured(*self._asked(rows)).tolist()
-        return tokens
-
-    def fully_captured(self, rows: Sequence[int] | None = None) -> SampledTokens:
-        """Return the result of `sample_fully_captured` for such rows."""
-        return self.sampler.sample_fully_captured(*self._asked(rows))
-
-    def _asked(self, rows: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits [n, vocab] and rows [n], with the first row's logits for padding."""
+    def captured(self, capture: Capture, rows: Sequence[int] | None = None) -> SampledTokens:
+        """Return the result of `sample_captured`. `rows` may contain `max_rows`, which is padding, with the first row's logits."""
         wanted = self.places if rows is None else list(rows)
         where = [self.places.index(row) if row in self.places else 0 for row in wanted]
-        return self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)
+        return self.sampler.sample_captured(self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device), capture)
 
 
 def draws(

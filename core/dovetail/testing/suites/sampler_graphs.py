@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dovetail.api.sampler import RowSampling, SampledTokens
+from dovetail.api.sampler import Capture, RowSampling, SampledTokens
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.sampler_bench import Bench, Row
 from dovetail.testing.suites.sampler_rows import VOCAB, mixed_rows
@@ -21,20 +21,15 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.captured", since="0.1", capability="cuda_graph")
     def test_captured(self) -> None:
-        """`sample_captured` returns the tokens of `sample` if `capturable` is True, and padding rows (`max_rows`) get some id of the vocabulary and
-        change nothing."""
-        bench = self.bench(mixed_rows())
-        places = [place for place in bench.places if bench.sampler.capturable(np.array([place]))]
-        require(places, "capturable() said no to every row, plain ones too")
-        sampled, captured = bench.tokens(places), bench.captured(places)
-        require(sampled == captured, f"sample() gave {sampled}, sample_captured() {captured}")
-        padded = bench.captured([*places, bench.max_rows, bench.max_rows])
-        require(padded[:-2] == sampled, "padding rows changed the tokens of others")
-        require(all(0 <= token < VOCAB for token in padded), f"padding rows got {padded[-2:]}, which isn't in the vocabulary")
+        """`sample_captured` returns the tokens of `sample` if `capture_for` returns `TOKENS`, and padding rows (`max_rows`) get some id of the
+        vocabulary and change nothing."""
+        bench, rows = self.capturable(mixed_rows(), Capture.TOKENS)
+        require(rows, "capture_for() returned TOKENS for no row, not even plain ones")
+        _require_captured(bench, rows, Capture.TOKENS)
 
     @check("sampler.capturable", since="0.1", capability="cuda_graph")
     def test_capturable(self) -> None:
-        """`capturable` returns False for rows that `sample_captured` doesn't fully support: logprobs, rules or penalties. One such row among others
+        """`capture_for` returns no capture that doesn't fully support what a row requests: logprobs, rules or penalties. One such row among others
         is enough."""
         more: tuple[dict[str, Any], ...] = (
             {"logit_bias": ((0, 9.0),)},
@@ -44,70 +39,75 @@ class SamplerGraphs(SamplerSubject):
             {"frequency_penalty": 2.0},
             {"allowed_token_ids": (0,)},
             {"min_tokens": 9, "stop_token_ids": (1,)},
+            {"logprobs": 0},
         )
         logits, plain = [0.0, 3.0, 2.5], RowSampling(temperature=0.0)
         for fields in more:
-            bench = self.bench([Row(logits, plain, (0,), (1, 1)), Row(logits, replace(plain, **fields), (0,), (1, 1))])
-            if bench.sampler.capturable(bench.host_rows):
-                require(bench.captured() == bench.tokens(), f"capturable() said yes to {fields}, but sample_captured() leaves it out")
-        bench = self.bench([Row(logits, plain), Row(logits, replace(plain, logprobs=0))])
-        require(not bench.sampler.capturable(bench.host_rows), "capturable() said yes to a row that asks for logprobs, which a graph can't return")
+            rows = [Row(logits, plain, (0,), (1, 1)), Row(logits, replace(plain, **fields), (0,), (1, 1))]
+            bench = self.bench(rows)
+            if (capture := bench.sampler.capture_for(bench.host_rows)) is not None:
+                _require_same(rows, bench.captured(capture), bench.sample(), f"capture_for() said {capture.name} to {fields}: ")
 
     @check("sampler.graph", since="0.1", capability="cuda_graph")
     def test_graph(self) -> None:
         """A captured graph replays for other rows and requests: parameters are read where `update` stored them, at the same addresses."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
-        rows = [row for row in mixed_rows() if self.bench([row]).sampler.capturable(np.array([0]))]
-        bench = self.bench(rows)
-        index = torch.tensor(bench.places, device=self.place)
-        bench.sampler.sample_captured(bench.logits.clone(), index)
-        torch.cuda.synchronize()
-        graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
-        with torch.cuda.graph(graph):
-            out = bench.sampler.sample_captured(logits, index)
-        bench.sampler.update(bench.places, [(place, replace(row.sampling, seed=9)) for place, row in zip(bench.places, rows, strict=True)])
-        logits.copy_(bench.logits)
-        graph.replay()
-        require(out.tolist() == bench.tokens(), f"replayed for other seeds: {out.tolist()}, sample() gives {bench.tokens()}")
+        bench, rows = self.capturable(mixed_rows(), Capture.TOKENS)
+        self.replay(bench, rows, [replace(row, sampling=replace(row.sampling, seed=9)) for row in rows], Capture.TOKENS)
 
     @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
     def test_fully_captured(self) -> None:
-        """`sample_fully_captured` returns all that `sample` does if `fully_capturable` is True: tokens, and the log-probabilities of each row that
-        requests them, with at least as many columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change nothing."""
+        """`sample_captured` with `FULL` returns all that `sample` does if `capture_for` returns a capture: tokens, and the log-probabilities of each
+        row that requests them, with at least as many columns as requested. Padding rows (`max_rows`) get some id of the vocabulary and change
+        nothing."""
         bench, rows = self.fully_capturable([row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)])
-        expected, captured = bench.sample(), bench.fully_captured()
-        _require_same(rows, captured, expected)
-        padded = bench.fully_captured([*bench.places, bench.max_rows, bench.max_rows])
-        _require_same(rows, padded, expected, "followed by padding, ")
-        ids = padded.token_ids[len(rows) :].tolist()
-        require(all(0 <= token < VOCAB for token in ids), f"padding rows got {ids}, which isn't in the vocabulary")
+        _require_captured(bench, rows, Capture.FULL)
 
     @check("sampler.full_graph", since="0.1", capability="cuda_graph_full")
     def test_full_graph(self) -> None:
-        """A graph of `sample_fully_captured` also replays for other requests: rules, penalties, and the number of log-probabilities are read where
-        `update` stored them, at the same addresses."""
+        """A graph of `FULL` also replays for other requests: rules, penalties, and the number of log-probabilities are read where `update` stored
+        them, at the same addresses."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph_full", f"the suite runs on {self.place}")
         bench, rows = self.fully_capturable(_asking(mixed_rows(), 2))
-        bench.fully_captured()
+        others = [replace(row, sampling=replace(row.sampling, seed=9, logit_bias=((4, 30.0),), logprobs=index % 3)) for index, row in enumerate(rows)]
+        self.replay(bench, rows, others, Capture.FULL)
+
+    def capturable(self, rows: Sequence[Row], *captures: Capture) -> tuple[Bench, list[Row]]:
+        """Return a bench of those of `rows` to which `capture_for` says one of `captures`, and these rows; all of them if there are none."""
+        bench = self.bench(rows)
+        some = [row for place, row in zip(bench.places, rows, strict=True) if bench.sampler.capture_for(np.array([place])) in captures]
+        return self.bench(some or rows), some
+
+    def fully_capturable(self, rows: Sequence[Row]) -> tuple[Bench, list[Row]]:
+        """Return a bench of those of `rows` that may be captured in full, and these rows."""
+        bench, some = self.capturable(rows, *Capture)
+        if bench.sampler.capture_for(bench.host_rows) is not Capture.FULL:
+            raise Untried("cuda_graph_full", f"capture_for() says FULL to no rows on {self.place}")
+        return bench, some
+
+    def replay(self, bench: Bench, rows: Sequence[Row], others: Sequence[Row], capture: Capture) -> None:
+        """Record sampling for `rows`, and require that its replay gives `others` in their places what `sample` does."""
+        bench.captured(capture)
         torch.cuda.synchronize()
         graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
         with torch.cuda.graph(graph):
-            out = bench.sampler.sample_fully_captured(logits, bench.rows)
-        others = [replace(row, sampling=replace(row.sampling, seed=9, logit_bias=((4, 30.0),), logprobs=index % 3)) for index, row in enumerate(rows)]
+            out = bench.sampler.sample_captured(logits, bench.rows, capture)
         bench.sampler.update(bench.places, [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)])
         logits.copy_(bench.logits)
         graph.replay()
         _require_same(others, out, bench.sample(), "replayed for other requests, ")
 
-    def fully_capturable(self, rows: Sequence[Row]) -> tuple[Bench, list[Row]]:
-        """Return a bench of those of `rows` that may be captured in full, and these rows."""
-        bench = self.bench(rows)
-        some = [row for place, row in zip(bench.places, rows, strict=True) if bench.sampler.fully_capturable(np.array([place]))]
-        if not some:
-            raise Untried("cuda_graph_full", f"fully_capturable() says no to every row on {self.place}")
-        return self.bench(some), some
+
+def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> None:
+    """Require what `sample` gives, and the same with padding, which gets ids of the vocabulary."""
+    expected = bench.sample()
+    _require_same(rows, bench.captured(capture), expected)
+    padded = bench.captured(capture, [*bench.places, bench.max_rows, bench.max_rows])
+    _require_same(rows, padded, expected, "followed by padding, ")
+    ids = padded.token_ids[len(rows) :].tolist()
+    require(all(0 <= token < VOCAB for token in ids), f"padding rows got {ids}, which isn't in the vocabulary")
 
 
 def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:
@@ -117,7 +117,7 @@ def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:
 def _require_same(rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = "") -> None:
     """Require the same token of each row, and equal log-probabilities, as many as the row requests."""
     tokens, expected = captured.token_ids[: len(rows)].tolist(), sampled.token_ids.tolist()
-    require(tokens == expected, f"{when}sample() gave {expected}, sample_fully_captured() {tokens}")
+    require(tokens == expected, f"{when}sample() gave {expected}, sample_captured() {tokens}")
     for place, row in enumerate(rows):
         if row.sampling.logprobs is None:
             continue
@@ -129,4 +129,4 @@ def _require_same(rows: Sequence[Row], captured: SampledTokens, sampled: Sampled
             and ours.ranks[place] == theirs.ranks[place]  # type: ignore[union-attr]
             and near(ours.logprobs[place, columns].cpu(), theirs.logprobs[place, columns].double().cpu())  # type: ignore[union-attr]
         )
-        require(same, f"{when}{said(row.sampling)}: the log-probabilities of sample_fully_captured() aren't those of sample()")
+        require(same, f"{when}{said(row.sampling)}: the log-probabilities of sample_captured() aren't those of sample()")

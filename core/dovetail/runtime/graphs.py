@@ -1,0 +1,336 @@
+"""The CUDA graphs of a model's steps: one table of recordings by kind and size.
+
+A step is replayed in the smallest recording that holds it; the rest of its inputs is padding. To add a kind: name it (`Kind`), write its `Builder`
+(the inputs of a size, and the device work on them), list it where `Graphs.of` does, and have the runner `find`, fill and `replay` it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.attention import AttentionBackend, AttentionBatch
+from dovetail.api.sampler import Capture, Sampler
+from dovetail.errors import UnsupportedError
+from dovetail.nn.kernels.available import has_triton
+from dovetail.nn.kernels.launch import compiling_ahead, is_compiling_ahead
+from dovetail.nn.token_masks import mask_tokens
+from dovetail.runtime.decode_rows import append, last_tokens
+from dovetail.runtime.mask_buffer import MaskBuffer
+from dovetail.runtime.recording import LayerSplitter, Recording, record
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.sampled import Sampled
+from dovetail.runtime.step_inputs import DecodeInputs, MixedInputs, SamplingInputs
+from dovetail.runtime.token_sizes import half_of, most_recorded, padded_sizes, row_sizes, sharing_row_sizes, sharing_token_sizes, typical
+
+log = logging.getLogger("dovetail")
+
+Int64 = NDArray[np.int64]
+Progress = Callable[[str, int, int], None]  # what is done; how many of how many are
+
+NO_ROWS: Int64 = np.zeros(0, np.int64)
+MOST_THREADS = 16  # that compile kernels: Python's part of compiling runs in one at a time, so more of them gain nothing
+
+
+class Kind(Enum):
+    """What a recording computes. There are several so that no step pays for what it doesn't need."""
+
+    MIXED = auto()  # the model, for any step: all that depends on its number of tokens alone
+    MIXED_SHARING = auto()  # the same; attention reads a prefix that all rows share once
+    DECODE = auto()  # a whole decode step: model, `Capture.TOKENS`, growth of the rows
+    DECODE_SHARING = auto()  # the same; attention reads a prefix that all rows share once
+    DECODE_FULL = auto()  # the same with `Capture.FULL`
+    MODEL = auto()  # the model of a decode step whose sampling waits for masks
+    SAMPLING = auto()  # the rest of a step whose model ran before: masks, `Capture.TOKENS`, growth of the rows
+    SAMPLING_FULL = auto()  # the same with `Capture.FULL`
+
+
+DECODE_KINDS = {Capture.TOKENS: Kind.DECODE, Capture.FULL: Kind.DECODE_FULL}
+SAMPLING_KINDS = {Capture.TOKENS: Kind.SAMPLING, Capture.FULL: Kind.SAMPLING_FULL}
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What steps are computed with."""
+
+    model: Any  # a CausalLM
+    backend: AttentionBackend
+    sampler: Sampler
+    rows: RowState
+    masks: MaskBuffer
+
+    def sample(
+        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None
+    ) -> Sampled:
+        """Sample a token for each of `rows` [n] int64, whose last known one is at `positions` [n] int64 and has the state in `hidden` [n, hidden],
+        and append it to the row. `masked` [n] int64: the rows' lines in the masks, or -1."""
+        logits = self.model.logits(hidden)
+        if masked is not None:
+            mask_tokens(logits, masked, self.masks.words)
+        sampled = self.sampler.sample_captured(settled(logits), rows, capture)
+        tokens = append(self.rows, rows, positions, sampled.token_ids, hidden)
+        return Sampled(tokens) if sampled.logprobs is None else Sampled.pack(tokens, sampled.logprobs)
+
+
+def settled(numbers: torch.Tensor) -> torch.Tensor:
+    """Return `numbers`; zeroed while kernels are only compiled ahead, because then they are undefined and may become indices."""
+    return numbers.zero_() if is_compiling_ahead() else numbers
+
+
+class Builder(ABC):
+    """One kind of recording: its sizes, the inputs of a size, and the device work on them."""
+
+    pool = "steps"  # recordings that name the same one share memory: no replay may come between another and the last use of its outputs
+    warm_ups = 1  # runs before a recording. 0: all kernels of a size are those of a kind that is recorded before
+    optional = False  # True: if recording raises `UnsupportedError`, do without the kind
+    splitter: LayerSplitter | None = None  # to record in pieces
+
+    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts) -> None:
+        """`sizes` rise. Larger ones are recorded first, so that smaller ones find room in their memory."""
+        self.kind, self.sizes, self.parts = kind, tuple(sizes), parts
+
+    @abstractmethod
+    def inputs(self, size: int) -> Any:
+        """Make the inputs of a step of padding, which reads and writes nothing, at the addresses that its replays will read, and have the attention
+        backend plan it."""
+
+    @abstractmethod
+    def run(self, inputs: Any) -> Any:
+        """Do the work that is recorded: on the device alone, at fixed addresses, without the host looking at a result. Returns what a replay
+        overwrites. What kernels compute goes through `settled` before torch uses it as indices."""
+
+
+class MixedSteps(Builder):
+    """The model's part of any step, of `size` tokens."""
+
+    pool = "mixed"  # of its own: hidden states must outlive the replay that samples from them
+
+    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, splitter: LayerSplitter | None, *, shares: bool = False) -> None:
+        """With a `splitter`, attention stays outside of the graphs."""
+        super().__init__(kind, sizes, parts)
+        self.splitter, self._shares = splitter, shares
+
+    def inputs(self, size: int) -> MixedInputs:
+        rows, nothing = self.parts.rows, np.zeros(0, np.int32)
+        most_wanted = rows.max_rows if size >= 2 * rows.max_rows else 0  # large ones compute only wanted states: of at most half of the tokens
+        inputs = MixedInputs(size, rows.max_rows, most_wanted, rows.device)
+        of_no_rows = inputs.rows(0)
+        padding = AttentionBatch(
+            num_rows=0,
+            num_tokens=0,
+            query_starts=of_no_rows.query_starts,
+            kv_lens=of_no_rows.kv_lens,
+            block_table=rows.block_table[:0, :1],
+            slots=of_no_rows.slots,
+            host_query_lens=nothing,
+            host_kv_lens=nothing,
+            shared_prefix_blocks=int(self._shares),
+            mixed_graph=self.splitter is None,
+        )
+        self.parts.backend.plan(padding)
+        return inputs
+
+    def run(self, inputs: MixedInputs) -> torch.Tensor:
+        """Return hidden states: of all tokens [size, hidden], or of wanted ones [most_wanted, hidden]."""
+        token_ids = self.parts.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
+        hidden: torch.Tensor = self.parts.model(token_ids, inputs.positions, None if inputs.all_states else inputs.wanted)
+        return hidden
+
+
+class DecodeSteps(Builder):
+    """Decode steps of `size` rows, from the last known tokens to the sampled ones; without a `capture` the model's part alone."""
+
+    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture | None, *, shares: bool = False) -> None:
+        super().__init__(kind, sizes, parts)
+        self._capture, self._shares = capture, shares
+        self.warm_ups = 0 if capture is None else 1
+        self.optional = capture is Capture.FULL
+
+    def inputs(self, size: int) -> DecodeInputs:
+        inputs = DecodeInputs(size, self.parts.rows)
+        self.parts.backend.plan(inputs.fill(NO_ROWS, int(self._shares)))
+        return inputs
+
+    def run(self, inputs: DecodeInputs) -> Any:
+        """Return `Sampled`, or the hidden states [size, hidden]."""
+        token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.rows))
+        hidden = settled(self.parts.model(token_ids, positions))
+        return hidden if self._capture is None else self.parts.sample(inputs.rows, positions, hidden, self._capture)
+
+
+class SamplingSteps(Builder):
+    """The rest of a step after its model, for `size` rows that sample. Launched one by one, it takes longer than a small step does."""
+
+    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, model: DecodeSteps) -> None:
+        super().__init__(kind, sizes, parts)
+        self._capture, self._model = capture, model
+        self.optional = capture is Capture.FULL
+
+    @cached_property
+    def _states(self) -> torch.Tensor:
+        """[1, hidden] a hidden state of padding, for its width and dtype."""
+        states: torch.Tensor = self._model.run(self._model.inputs(1))
+        return states
+
+    def inputs(self, size: int) -> SamplingInputs:
+        return SamplingInputs(size, self.parts.rows.max_rows, self._states)
+
+    def run(self, inputs: SamplingInputs) -> Sampled:
+        positions = settled(last_tokens(self.parts.rows, inputs.rows)[1])
+        return self.parts.sample(inputs.rows, positions, inputs.hidden, self._capture, inputs.masked)
+
+
+def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) -> list[Builder]:
+    """Return the kinds for steps of up to `most_tokens` tokens. A shared prefix is read once in graphs that attention is part of."""
+    sizes = padded_sizes(most_tokens)
+    if parts.backend.capabilities.cuda_graph != "mixed":
+        return [MixedSteps(Kind.MIXED, sizes, parts, splitter)]
+    builders: list[Builder] = [MixedSteps(Kind.MIXED, sizes, parts, None)]
+    if parts.backend.capabilities.shared_prefix:
+        builders.append(MixedSteps(Kind.MIXED_SHARING, sharing_token_sizes(sizes), parts, None, shares=True))
+    return builders
+
+
+def decode_builders(parts: StepParts, most_rows: int) -> list[Builder]:
+    """Return the kinds for steps of up to `most_rows` rows that decode, and for sampling of as many, if the sampler can be captured. The sampling
+    kinds come after `MODEL`, whose states they read: what is recorded later in a pool doesn't take the memory of outputs that are kept."""
+    can = parts.sampler.capabilities
+    if not can.cuda_graph:
+        return []
+    sizes = row_sizes(most_rows)
+    few = half_of(sizes)
+    model = DecodeSteps(Kind.MODEL, few, parts, None)
+    builders: list[Builder] = [DecodeSteps(Kind.DECODE, sizes, parts, Capture.TOKENS)]
+    if parts.backend.capabilities.shared_prefix:
+        builders.append(DecodeSteps(Kind.DECODE_SHARING, sharing_row_sizes(most_rows), parts, Capture.TOKENS, shares=True))
+    builders.append(model)
+    if can.cuda_graph_full:
+        builders.append(DecodeSteps(Kind.DECODE_FULL, few, parts, Capture.FULL))
+    builders.append(SamplingSteps(Kind.SAMPLING, sizes, parts, Capture.TOKENS, model))
+    if can.cuda_graph_full:
+        builders.append(SamplingSteps(Kind.SAMPLING_FULL, few, parts, Capture.FULL, model))
+    return builders
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A recording of one kind and size."""
+
+    kind: Enum
+    size: int  # of its inputs, padding included: rows or tokens
+    inputs: Any  # what its builder made: fill it, then replay
+    recording: Recording[Any]
+
+    @property
+    def whole(self) -> bool:
+        """True if attention is in it: its steps are planned with `AttentionBatch.mixed_graph` if it is mixed."""
+        return len(self.recording.pieces) == 1
+
+
+class Graphs:
+    """The table of recordings: `compile_ahead`, then `capture` once the KV pool is there, then `find` and `replay` for each step."""
+
+    def __init__(self, builders: Sequence[Builder], parts: StepParts) -> None:
+        """Kinds are recorded in the order of `builders`."""
+        self._builders, self._parts = tuple(builders), parts
+        self._table: dict[Enum, tuple[tuple[int, ...], list[Graph]]] = {}  # of the kinds that are recorded: sizes, rising, and the recording of each
+
+    @classmethod
+    def of(cls, parts: StepParts, splitter: LayerSplitter, max_tokens: int, parameters: int) -> Graphs:
+        """Return graphs of all kinds that the parts allow, for steps of up to `max_tokens` of a model that multiplies each token by so many
+        `parameters`. Attention can be recorded, at least beside the model."""
+        mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
+        return cls([*mixed, *decode_builders(parts, min(parts.rows.max_rows, max_tokens))], parts)
+
+    def __str__(self) -> str:
+        return "decode, mixed" if any(builder.kind is Kind.DECODE for builder in self._builders) else "mixed"
+
+    def compile_ahead(self, prepare: Callable[[], None], progress: Progress | None = None) -> None:
+        """Compile what recording will launch, many kernels at once. `prepare` prepares the backend, for a pool of any size."""
+        if not has_triton():
+            return
+        tell = None if progress is None else partial(progress, "compiling kernels")
+        try:
+            with compiling_ahead(self._parts.rows.device, min(MOST_THREADS, os.cpu_count() or 1), tell):
+                prepare()
+                self.rehearse()
+        except Exception as error:  # nothing is lost: what is really wrong shows when it is launched
+            log.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Do what will be recorded once for each typical size, while kernels are only compiled."""
+        for builder in self._builders:
+            for size in typical(builder.sizes) if builder.warm_ups else ():
+                builder.run(builder.inputs(size))
+
+    @torch.inference_mode()
+    def capture(self, progress: Progress | None = None) -> None:
+        """Record every size of every kind. The KV pool must be there."""
+        pools = {name: torch.cuda.graph_pool_handle() for name in {builder.pool for builder in self._builders}}
+        done, total = 0, sum(len(builder.sizes) for builder in self._builders)
+        stream = torch.cuda.Stream(self._parts.rows.device)  # type: ignore[no-untyped-call]
+        for builder in self._builders:
+            recorded = list[Graph]()
+            try:
+                for size in reversed(builder.sizes):
+                    inputs = builder.inputs(size)
+                    recording = record(partial(builder.run, inputs), pools[builder.pool], stream, builder.warm_ups, builder.splitter)
+                    recorded.append(Graph(builder.kind, size, inputs, recording))
+                    done += 1
+                    if progress is not None:
+                        progress("capturing CUDA graphs", done, total)
+            except UnsupportedError as error:
+                if not builder.optional:
+                    raise
+                log.info("steps of kind %s aren't recorded: %s", builder.kind.name, error)
+                continue
+            self._table[builder.kind] = builder.sizes, recorded[::-1]
+
+    def find(self, kind: Enum, size: int) -> Graph | None:
+        """Return the smallest recording of the kind that holds `size` rows or tokens; None if there is none."""
+        sizes, graphs = self._table.get(kind, ((), []))
+        index = bisect_left(sizes, size)
+        return None if index == len(sizes) else graphs[index]
+
+    def replay(self, graph: Graph, batch: AttentionBatch | None = None) -> Any:
+        """Enqueue the step that the graph's inputs hold, `batch` to attention if it attends. Returns what the graph's builder does; the next replay
+        may overwrite it."""
+        if batch is not None:
+            self._parts.backend.plan(batch)
+        return graph.recording.replay()
+
+    def for_model(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool) -> Graph | None:
+        """Return the graph for the model of any step. None if the step is too large, or needs `all_states` where only wanted ones are computed."""
+        shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.cuda_graph == "mixed"
+        graph = self.find(Kind.MIXED_SHARING if shares else Kind.MIXED, num_tokens)
+        return None if graph is None or (all_states and not graph.inputs.all_states) else graph
+
+    def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool) -> Graph | None:
+        """Return the graph for a decode step of these rows; of a `late` one, for its model. None if none does all that they ask for."""
+        shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.shared_prefix
+        if late:
+            return None if shares else self.find(Kind.MODEL, len(host_rows))
+        capture = self._parts.sampler.capture_for(host_rows)
+        if capture is None or (shares and capture is not Capture.TOKENS):
+            return None
+        return self.find(Kind.DECODE_SHARING if shares else DECODE_KINDS[capture], len(host_rows))
+
+    def for_sampling(self, host_rows: Int64, *, masked: bool) -> Graph | None:
+        """Return the graph that samples for these rows, some of them `masked`. None if none does all that they ask for: log-probabilities, say, are
+        of raw logits, which a graph with masks doesn't keep."""
+        capture = self._parts.sampler.capture_for(host_rows)
+        if capture is None or (masked and (self._parts.rows.logprobs[host_rows] >= 0).any()):
+            return None
+        return self.find(SAMPLING_KINDS[capture], len(host_rows))

@@ -1,0 +1,248 @@
+"""`Graphs`: what recording launches was compiled before, many kernels at once; where that isn't possible, recording compiles it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum, auto
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.compiling import GPUS
+from bench.shapes import SHAPES, write_checkpoint
+
+from dovetail.api.attention import AttentionContext
+from dovetail.api.clock import WallClock
+from dovetail.api.component import NoOptions
+from dovetail.api.sampler import SamplerContext
+from dovetail.config import EngineConfig
+from dovetail.errors import UnsupportedError
+from dovetail.nn.kernels import available, gpu, launch
+from dovetail.parts import find_parts
+from dovetail.registry.registry import Registry
+from dovetail.runtime import graphs as graphs_module
+from dovetail.runtime.graphs import Builder, Graphs, Kind, decode_builders, mixed_builders
+from dovetail.runtime.loading import load_model
+from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.recording import LayerSplitter
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.runner import Runner
+from dovetail_attention import triton_backend
+from dovetail_attention.triton_backend import TritonAttention
+from dovetail_attention.triton_tuning import HOPPER
+from tests.kernels import INTERPRETED
+from tests.runtime.fakes import Bench
+from tests.runtime.recorded import Recording, give_graphs, play_graphs_on_the_cpu
+from tests.runtime.test_decode_graphs import CapturableGreedy
+
+noted = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="what a GPU would be given is noted, and nothing is launched")
+
+MAX_ROWS, MAX_TOKENS, BLOCK_SIZE = 64, 1024, 16
+
+
+class Noting(launch.Compiler):
+    """What is launched, by the kernel's name; a pool that compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(self, torch.device("cpu"))  # type: ignore[arg-type]
+        self.names: dict[tuple[Any, ...], str] = {}
+
+    def submit(self, *job: Any) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def add(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
+        super().add(kernel, grid, *args, **options)
+        self.names[list(self._jobs)[-1]] = kernel.fn.__name__
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        token = launch._compiler.set(self)
+        yield
+        launch._compiler.reset(token)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Graphs:
+    """Of a small model with the layers of a large one, which takes the kernels of a Hopper for its own."""
+    monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[90])
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
+    write_checkpoint(replace(SHAPES[request.param], layers=1, vocab=4096, intermediate=1024, max_len=2048), tmp_path)
+    config = EngineConfig.load({"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16"})
+    parts, backend = find_parts(config, Registry.discover()), TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK_SIZE))
+    assert (backend.tilings, backend.processors) == (HOPPER, 132)
+    splitter, device = LayerSplitter(), torch.device("cpu")
+    targets = tuple(model.ref() for model in parts.models)
+    model = load_model(tmp_path, config.executor_config(tmp_path), targets, splitter.wrap(backend.make_layer), SINGLE, device, None)
+    rows = RowState(MAX_ROWS, model.max_model_len, BLOCK_SIZE, device)
+    sampler = parts.sampler.ref().make(SamplerContext("cpu", model.vocab_size, rows.history))
+    runner = Runner(model.module, backend, sampler, rows, WallClock(), model.vocab_size)
+    for module in list(sys.modules.values()):  # but not where they come from: what is imported meanwhile would keep them
+        for name in ("use_kernels", "has_many_rows"):
+            if module.__name__.startswith("dovetail") and module is not available and hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *asked: True)
+    sampler.prepare(MAX_ROWS)
+    play_graphs_on_the_cpu(monkeypatch)
+    backend.allocate(1)
+    backend.prepare(MAX_ROWS, MAX_TOKENS, 2048)
+    return Graphs.of(runner.parts, splitter, MAX_TOKENS, 600_000_000)
+
+
+@noted
+@pytest.mark.parametrize("graphs", ["qwen3-0.6b", "llama-3.2-1b"], indirect=True)
+def test_what_recording_launches_was_compiled_before(graphs: Graphs) -> None:
+    ahead, recording = Noting(), Noting()
+    with ahead.instead():
+        graphs.rehearse()
+    with recording.instead():
+        graphs.capture()
+    assert {"_linear", "prefill_hopper", "decode_shares", "_choose", "_change", "_append", "_embed"} <= set(recording.names.values())
+    assert {kind: name for kind, name in recording.names.items() if kind not in ahead.names} == {}
+
+
+@noted
+@pytest.mark.parametrize("graphs", ["qwen3-0.6b"], indirect=True)
+def test_what_fails_ahead_is_told_and_left_to_the_recording(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dovetail")
+
+    def fails() -> None:
+        raise MemoryError("no room")
+
+    told: list[tuple[str, int, int]] = []
+    graphs.compile_ahead(fails, lambda *progress: told.append(progress))
+    assert not told
+    assert "one by one: MemoryError: no room" in caplog.text
+    assert not launch.is_compiling_ahead()
+
+
+@noted
+@pytest.mark.parametrize("graphs", ["qwen3-0.6b"], indirect=True)
+def test_without_triton_nothing_is_done_ahead(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "has_triton", lambda: False)
+    monkeypatch.setattr(graphs, "rehearse", lambda: pytest.fail("nothing to rehearse"))
+    graphs.compile_ahead(lambda: pytest.fail("nothing to prepare for"))
+
+
+# ---- the table
+
+
+class Another(Enum):
+    """A kind that the engine doesn't have."""
+
+    TWICE = auto()
+
+
+class Twice(Builder):
+    """Doubles the tokens of `size` rows."""
+
+    def inputs(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64)
+
+    def run(self, inputs: torch.Tensor) -> torch.Tensor:
+        return 2 * inputs
+
+
+def test_a_kind_is_added_by_its_inputs_and_its_work() -> None:
+    bench = Bench()
+    graphs = give_graphs(bench, [Twice(Another.TWICE, (2, 4), bench.runner.parts)])
+    for tokens, size in (([3], 2), ([5, 6], 2), ([7, 8, 9], 4)):
+        graph = graphs.find(Another.TWICE, len(tokens))
+        assert graph is not None
+        with torch.inference_mode():
+            graph.inputs[: len(tokens)] = torch.tensor(tokens)
+            assert graphs.replay(graph)[: len(tokens)].tolist() == [2 * token for token in tokens]
+        assert graph.size == size
+    assert graphs.find(Another.TWICE, 5) is None
+    assert graphs.find(Kind.DECODE, 1) is None
+    assert graphs.replayed == [(Another.TWICE, 2), (Another.TWICE, 2), (Another.TWICE, 4)]
+
+
+def test_larger_sizes_are_recorded_first_and_kinds_in_their_order() -> None:
+    """So that smaller recordings find room in the memory of larger ones, and sampling is recorded after what it reads."""
+    told: list[tuple[str, int, int]] = []
+    inputs: list[tuple[Enum, int]] = []
+
+    class Noted(Twice):
+        def inputs(self, size: int) -> torch.Tensor:
+            inputs.append((self.kind, size))
+            return super().inputs(size)
+
+    bench = Bench()
+    graphs = Graphs([Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)], bench.runner.parts)
+    with pytest.MonkeyPatch.context() as patch:
+        play_graphs_on_the_cpu(patch)
+        graphs.capture(lambda *progress: told.append(progress))
+    assert inputs == [(kind, size) for kind in (Kind.MODEL, Kind.DECODE) for size in (3, 1)]
+    assert told == [("capturing CUDA graphs", done, 4) for done in (1, 2, 3, 4)]
+
+
+def test_all_is_recorded_on_one_stream_and_warmed_up_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory isn't reused across streams; and replays are slower where warm-ups ran on the stream that is recorded."""
+    current: list[object] = []  # streams, the inner ones last
+    warmed_up: list[object] = []
+    recorded: list[object] = []
+
+    @contextmanager
+    def on(stream: object) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Noted(Twice):
+        def run(self, inputs: torch.Tensor) -> torch.Tensor:
+            (recorded if Recording.active else warmed_up).append(current[-1])
+            return super().run(inputs)
+
+    play_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device, wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    bench = Bench()
+    Graphs([Noted(kind, (1, 3), bench.runner.parts) for kind in (Kind.MODEL, Kind.DECODE)], bench.runner.parts).capture()
+    assert len(warmed_up) == len(recorded) == 4
+    assert all(stream is recorded[0] for stream in recorded)
+    assert all(stream is not recorded[0] for stream in warmed_up)
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_the_device_may_lack_what_an_optional_kind_needs(optional: bool) -> None:
+    class Lacking(Twice):
+        def run(self, inputs: torch.Tensor) -> torch.Tensor:
+            if len(inputs) == 1:
+                raise UnsupportedError("no kernel for one row")
+            return super().run(inputs)
+
+    bench = Bench()
+    lacking, other = Lacking(Another.TWICE, (1, 2), bench.runner.parts), Twice(Kind.MODEL, (1,), bench.runner.parts)
+    lacking.optional = optional
+    if not optional:
+        with pytest.raises(UnsupportedError, match="no kernel for one row"):
+            give_graphs(bench, [lacking, other])
+        return
+    graphs = give_graphs(bench, [lacking, other])
+    assert graphs.find(Another.TWICE, 2) is None, "all of its sizes, or none"
+    assert graphs.find(Kind.MODEL, 1) is not None
+
+
+def test_recordings_of_steps_with_prompts_have_memory_of_their_own() -> None:
+    """Their hidden states must outlive the replay that samples from them."""
+    bench = Bench()
+    bench.sampler.__class__ = CapturableGreedy
+    builders = [*mixed_builders(bench.runner.parts, LayerSplitter(), 64), *decode_builders(bench.runner.parts, 4)]
+    pools = {builder.kind: builder.pool for builder in builders}
+    mixed = pools.pop(Kind.MIXED)
+    assert set(pools) == {Kind.DECODE, Kind.MODEL, Kind.SAMPLING}
+    assert len(set(pools.values())) == 1
+    assert mixed not in pools.values()
+    kinds = [builder.kind for builder in builders]
+    assert kinds.index(Kind.MODEL) < kinds.index(Kind.SAMPLING), "which reads what it wrote"
