@@ -8,15 +8,17 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+import dovetail
 from dovetail.whole_files import write_whole
 
 log = logging.getLogger("dovetail")
 
-_PACKAGES = ("dovetail-llm", "transformers", "torch")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -30,7 +32,7 @@ class Verdict:
 
     def __init__(self, config: Any, environment: Mapping[str, Any]) -> None:
         """`config`: transformers' config. `environment`: other dependencies of the numbers; package versions are added."""
-        versions = {name: version(name) for name in _PACKAGES}
+        versions = {package.__name__: str(package.__version__) for package in (dovetail, transformers, torch)}
         key = {"config": config.to_dict(), "versions": versions, "environment": environment}
         self._key = json.loads(_ADDRESS.sub("", json.dumps(key, sort_keys=True, default=str)))
         self.path = folder() / f"{hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]}.json"
