@@ -1,7 +1,7 @@
 """Functions that read a decode step's rows before the model and extend them after the sampler, on the device, so that a CUDA graph can record them
 (`graphs`).
 
-Each is one kernel where kernels run (`decode_rows_kernels`), instead of some ten of torch's that take longer to come and go than they compute.
+Each is a single kernel where kernels run (`decode_rows_kernels`), instead of some ten torch operations dominated by launch time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Append token_ids [n] int64 to rows [n] int64, whose last known tokens are at `positions` [n] int64. Rows differ, but for nobody's: that may
-    be there many times, keeps its length of 1, and what lies behind that is undefined. The host's counts are left to the caller.
+    """Append token_ids [n] int64 to rows [n] int64, whose last known tokens are at `positions` [n] int64. Rows are distinct except for the padding
+    row, which may occur repeatedly, keeps its length of 1, and is undefined after that. The caller updates the host's counts.
 
     Returns [2, n] int64: the ids, and whether `hidden` [n, hidden] holds NaN in that row.
     """

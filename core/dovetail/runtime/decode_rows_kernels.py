@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""The two ends of a decode step as one kernel each, of a program a row. Twins: `dovetail.runtime.decode_rows`, which also says what they compute."""
+"""Start and end of a decode step as one kernel each, with one program per row. Twins, with documentation: `dovetail.runtime.decode_rows`."""
 
 from __future__ import annotations
 

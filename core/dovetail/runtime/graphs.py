@@ -1,7 +1,7 @@
-"""The CUDA graphs of a model's steps: one table of recordings by kind and size.
+"""CUDA graphs of a model's steps: one table of recordings by kind and size.
 
-A step is replayed in the smallest recording that holds it; the rest of its inputs is padding. To add a kind: name it (`Kind`), write its `Builder`
-(the inputs of a size, and the device work on them), list it where `Graphs.of` does, and have the runner `find`, fill and `replay` it.
+A step is replayed with the smallest recording that fits; the rest of its inputs is padding. To add a kind: name it (`Kind`), write its `Builder`
+(inputs of a size, and the device work on them), add it in `Graphs.of`, and have the runner `find`, fill and `replay` it.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from dovetail.runtime.token_sizes import half_of, most_recorded, padded_sizes, r
 log = logging.getLogger("dovetail")
 
 Int64 = NDArray[np.int64]
-Progress = Callable[[str, int, int], None]  # what is done; how many of how many are
+Progress = Callable[[str, int, int], None]  # task, number done, total
 
 NO_ROWS: Int64 = np.zeros(0, np.int64)
-MOST_THREADS = 16  # that compile kernels: Python's part of compiling runs in one at a time, so more of them gain nothing
+MOST_THREADS = 16  # for compilation; more don't help, since its Python part is serialized
 
 
 class Kind(Enum):
-    """What a recording computes. There are several so that no step pays for what it doesn't need."""
+    """What a recording computes. Separate kinds keep steps from paying for features that they don't need."""
 
-    MIXED = auto()  # the model, for any step: all that depends on its number of tokens alone
+    MIXED = auto()  # the model, for any step: everything that depends only on the number of tokens
     MIXED_SHARING = auto()  # the same; attention reads a prefix that all rows share once
     DECODE = auto()  # a whole decode step: model, `Capture.TOKENS`, growth of the rows
     DECODE_SHARING = auto()  # the same; attention reads a prefix that all rows share once
@@ -62,7 +62,7 @@ SAMPLING_KINDS = {Capture.TOKENS: Kind.SAMPLING, Capture.FULL: Kind.SAMPLING_FUL
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What steps are computed with."""
+    """Objects that compute steps."""
 
     model: Any  # a CausalLM
     backend: AttentionBackend
@@ -73,8 +73,8 @@ class StepParts:
     def sample(
         self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None
     ) -> Sampled:
-        """Sample a token for each of `rows` [n] int64, whose last known one is at `positions` [n] int64 and has the state in `hidden` [n, hidden],
-        and append it to the row. `masked` [n] int64: the rows' lines in the masks, or -1."""
+        """Sample a token for each of `rows` [n] int64 and append it to the row. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden
+        state of the last known token. `masked` [n] int64: index of the row's mask, or -1."""
         logits = self.model.logits(hidden)
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
@@ -84,46 +84,46 @@ class StepParts:
 
 
 def settled(numbers: torch.Tensor) -> torch.Tensor:
-    """Return `numbers`; zeroed while kernels are only compiled ahead, because then they are undefined and may become indices."""
+    """Return `numbers`, zeroed while kernels are only compiled ahead, since they are then undefined and may be used as indices."""
     return numbers.zero_() if is_compiling_ahead() else numbers
 
 
 class Builder(ABC):
-    """One kind of recording: its sizes, the inputs of a size, and the device work on them."""
+    """One kind of recording: sizes, inputs of a size, and the device work on them."""
 
-    pool = "steps"  # recordings that name the same one share memory: no replay may come between another and the last use of its outputs
-    warm_ups = 1  # runs before a recording. 0: all kernels of a size are those of a kind that is recorded before
-    optional = False  # True: if recording raises `UnsupportedError`, do without the kind
-    splitter: LayerSplitter | None = None  # to record in pieces
+    pool = "steps"  # recordings of one pool share memory: a replay may overwrite the outputs of others
+    warm_ups = 1  # runs before a recording. 0 if a kind recorded earlier launches the same kernels for each size
+    optional = False  # True: skip the kind if recording raises `UnsupportedError`
+    splitter: LayerSplitter | None = None  # set to record in pieces
 
     def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts) -> None:
-        """`sizes` rise. Larger ones are recorded first, so that smaller ones find room in their memory."""
+        """`sizes` are ascending. Larger ones are recorded first, so that smaller ones reuse their memory."""
         self.kind, self.sizes, self.parts = kind, tuple(sizes), parts
 
     @abstractmethod
     def inputs(self, size: int) -> Any:
-        """Make the inputs of a step of padding, which reads and writes nothing, at the addresses that its replays will read, and have the attention
-        backend plan it."""
+        """Create the inputs of a padding-only step, which reads and writes nothing, at the addresses that replays will read, and plan it in the
+        attention backend."""
 
     @abstractmethod
     def run(self, inputs: Any) -> Any:
-        """Do the work that is recorded: on the device alone, at fixed addresses, without the host looking at a result. Returns what a replay
-        overwrites. What kernels compute goes through `settled` before torch uses it as indices."""
+        """Run the work to record: device work only, at fixed addresses, without reading a result on the host. Returns what a replay overwrites.
+        Results of kernels must pass through `settled` before torch uses them as indices."""
 
 
 class MixedSteps(Builder):
     """The model's part of any step, of `size` tokens."""
 
-    pool = "mixed"  # of its own: hidden states must outlive the replay that samples from them
+    pool = "mixed"  # separate: hidden states must outlive the replay that samples from them
 
     def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, splitter: LayerSplitter | None, *, shares: bool = False) -> None:
-        """With a `splitter`, attention stays outside of the graphs."""
+        """With a `splitter`, attention isn't part of the graphs."""
         super().__init__(kind, sizes, parts)
         self.splitter, self._shares = splitter, shares
 
     def inputs(self, size: int) -> MixedInputs:
         rows, nothing = self.parts.rows, np.zeros(0, np.int32)
-        most_wanted = rows.max_rows if size >= 2 * rows.max_rows else 0  # large ones compute only wanted states: of at most half of the tokens
+        most_wanted = rows.max_rows if size >= 2 * rows.max_rows else 0  # large steps compute only wanted states, of at most half of the tokens
         inputs = MixedInputs(size, rows.max_rows, most_wanted, rows.device)
         of_no_rows = inputs.rows(0)
         padding = AttentionBatch(
@@ -149,7 +149,7 @@ class MixedSteps(Builder):
 
 
 class DecodeSteps(Builder):
-    """Decode steps of `size` rows, from the last known tokens to the sampled ones; without a `capture` the model's part alone."""
+    """Decode steps of `size` rows, from the last known tokens to the sampled ones; without a `capture`, only the model's part."""
 
     def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture | None, *, shares: bool = False) -> None:
         super().__init__(kind, sizes, parts)
@@ -170,7 +170,7 @@ class DecodeSteps(Builder):
 
 
 class SamplingSteps(Builder):
-    """The rest of a step after its model, for `size` rows that sample. Launched one by one, it takes longer than a small step does."""
+    """The rest of a step after its model, for `size` sampled rows. Launching its kernels one by one takes longer than a small step."""
 
     def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, model: DecodeSteps) -> None:
         super().__init__(kind, sizes, parts)
@@ -179,7 +179,7 @@ class SamplingSteps(Builder):
 
     @cached_property
     def _states(self) -> torch.Tensor:
-        """[1, hidden] a hidden state of padding, for its width and dtype."""
+        """[1, hidden] hidden state of padding, for its width and dtype."""
         states: torch.Tensor = self._model.run(self._model.inputs(1))
         return states
 
@@ -192,7 +192,7 @@ class SamplingSteps(Builder):
 
 
 def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) -> list[Builder]:
-    """Return the kinds for steps of up to `most_tokens` tokens. A shared prefix is read once in graphs that attention is part of."""
+    """Return the kinds for steps of up to `most_tokens` tokens. Only graphs that include attention support shared prefixes."""
     sizes = padded_sizes(most_tokens)
     if parts.backend.capabilities.cuda_graph != "mixed":
         return [MixedSteps(Kind.MIXED, sizes, parts, splitter)]
@@ -203,8 +203,8 @@ def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) 
 
 
 def decode_builders(parts: StepParts, most_rows: int) -> list[Builder]:
-    """Return the kinds for steps of up to `most_rows` rows that decode, and for sampling of as many, if the sampler can be captured. The sampling
-    kinds come after `MODEL`, whose states they read: what is recorded later in a pool doesn't take the memory of outputs that are kept."""
+    """Return the kinds for decode steps of up to `most_rows` rows, and for sampling as many, if the sampler can be captured. The sampling kinds
+    come after `MODEL` and read its states: later recordings in a pool don't reuse the memory of outputs that are kept."""
     can = parts.sampler.capabilities
     if not can.cuda_graph:
         return []
@@ -228,28 +228,28 @@ class Graph:
     """A recording of one kind and size."""
 
     kind: Enum
-    size: int  # of its inputs, padding included: rows or tokens
-    inputs: Any  # what its builder made: fill it, then replay
+    size: int  # rows or tokens of its inputs, including padding
+    inputs: Any  # from its builder: fill it, then replay
     recording: Recording[Any]
 
     @property
     def whole(self) -> bool:
-        """True if attention is in it: its steps are planned with `AttentionBatch.mixed_graph` if it is mixed."""
+        """True if attention is recorded, too: steps of mixed kinds are then planned with `AttentionBatch.mixed_graph`."""
         return len(self.recording.pieces) == 1
 
 
 class Graphs:
-    """The table of recordings: `compile_ahead`, then `capture` once the KV pool is there, then `find` and `replay` for each step."""
+    """Table of recordings. Call `compile_ahead`, then `capture` once the KV pool is allocated, then `find` and `replay` for each step."""
 
     def __init__(self, builders: Sequence[Builder], parts: StepParts) -> None:
         """Kinds are recorded in the order of `builders`."""
         self._builders, self._parts = tuple(builders), parts
-        self._table: dict[Enum, tuple[tuple[int, ...], list[Graph]]] = {}  # of the kinds that are recorded: sizes, rising, and the recording of each
+        self._table: dict[Enum, tuple[tuple[int, ...], list[Graph]]] = {}  # of recorded kinds: ascending sizes, and the recording of each
 
     @classmethod
     def of(cls, parts: StepParts, splitter: LayerSplitter, max_tokens: int, parameters: int) -> Graphs:
-        """Return graphs of all kinds that the parts allow, for steps of up to `max_tokens` of a model that multiplies each token by so many
-        `parameters`. Attention can be recorded, at least beside the model."""
+        """Return graphs of all kinds that the parts support, for steps of up to `max_tokens` tokens. `parameters`: number of parameters that the
+        model uses per token. The backend must support CUDA graphs."""
         mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
         return cls([*mixed, *decode_builders(parts, min(parts.rows.max_rows, max_tokens))], parts)
 
@@ -257,7 +257,7 @@ class Graphs:
         return "decode, mixed" if any(builder.kind is Kind.DECODE for builder in self._builders) else "mixed"
 
     def compile_ahead(self, prepare: Callable[[], None], progress: Progress | None = None) -> None:
-        """Compile what recording will launch, many kernels at once. `prepare` prepares the backend, for a pool of any size."""
+        """Compile what recording will launch, many kernels in parallel. `prepare` prepares the backend, for a pool of any size."""
         if not has_triton():
             return
         tell = None if progress is None else partial(progress, "compiling kernels")
@@ -265,19 +265,19 @@ class Graphs:
             with compiling_ahead(self._parts.rows.device, min(MOST_THREADS, os.cpu_count() or 1), tell):
                 prepare()
                 self.rehearse()
-        except Exception as error:  # nothing is lost: what is really wrong shows when it is launched
+        except Exception as error:  # actual errors surface on launch
             log.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Do what will be recorded once for each typical size, while kernels are only compiled."""
+        """Run what will be recorded once for each typical size, while kernels are only compiled."""
         for builder in self._builders:
             for size in typical(builder.sizes) if builder.warm_ups else ():
                 builder.run(builder.inputs(size))
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:
-        """Record every size of every kind. The KV pool must be there."""
+        """Record every size of every kind. The KV pool must be allocated."""
         pools = {name: torch.cuda.graph_pool_handle() for name in {builder.pool for builder in self._builders}}
         done, total = 0, sum(len(builder.sizes) for builder in self._builders)
         stream = torch.cuda.Stream(self._parts.rows.device)  # type: ignore[no-untyped-call]
@@ -299,26 +299,27 @@ class Graphs:
             self._table[builder.kind] = builder.sizes, recorded[::-1]
 
     def find(self, kind: Enum, size: int) -> Graph | None:
-        """Return the smallest recording of the kind that holds `size` rows or tokens; None if there is none."""
+        """Return the smallest recording of the kind for `size` rows or tokens; None if there is none."""
         sizes, graphs = self._table.get(kind, ((), []))
         index = bisect_left(sizes, size)
         return None if index == len(sizes) else graphs[index]
 
     def replay(self, graph: Graph, batch: AttentionBatch | None = None) -> Any:
-        """Enqueue the step that the graph's inputs hold, `batch` to attention if it attends. Returns what the graph's builder does; the next replay
-        may overwrite it."""
+        """Enqueue the step in the graph's inputs. `batch`, if given, is planned in the attention backend first. Returns the result of the builder's
+        `run`; the next replay may overwrite it."""
         if batch is not None:
             self._parts.backend.plan(batch)
         return graph.recording.replay()
 
     def for_model(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool) -> Graph | None:
-        """Return the graph for the model of any step. None if the step is too large, or needs `all_states` where only wanted ones are computed."""
+        """Return the graph for the model of any step. None if the step is too large, or needs `all_states` but only wanted ones are computed."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.cuda_graph == "mixed"
         graph = self.find(Kind.MIXED_SHARING if shares else Kind.MIXED, num_tokens)
         return None if graph is None or (all_states and not graph.inputs.all_states) else graph
 
     def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool) -> Graph | None:
-        """Return the graph for a decode step of these rows; of a `late` one, for its model. None if none does all that they ask for."""
+        """Return the graph for a decode step of these rows; for a `late` one, only of its model. None if no graph supports everything that they
+        need."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.shared_prefix
         if late:
             return None if shares else self.find(Kind.MODEL, len(host_rows))
@@ -328,8 +329,8 @@ class Graphs:
         return self.find(Kind.DECODE_SHARING if shares else DECODE_KINDS[capture], len(host_rows))
 
     def for_sampling(self, host_rows: Int64, *, masked: bool) -> Graph | None:
-        """Return the graph that samples for these rows, some of them `masked`. None if none does all that they ask for: log-probabilities, say, are
-        of raw logits, which a graph with masks doesn't keep."""
+        """Return the graph that samples for these rows, some of which may be `masked`. None if no graph supports everything that they need: e.g.
+        log-probabilities are of raw logits, which a graph with masks doesn't keep."""
         capture = self._parts.sampler.capture_for(host_rows)
         if capture is None or (masked and (self._parts.rows.logprobs[host_rows] >= 0).any()):
             return None

@@ -1,8 +1,8 @@
-"""Recording device work as CUDA graphs, in one piece or cut at each attention layer.
+"""Records device work as CUDA graphs, in one piece or split at each attention layer.
 
-Launching some hundred kernels takes Python longer than a small step takes the GPU; a replay is one call. A graph replays the same kernels at the same
-addresses, so everything that differs between steps lies in tensors that keep their addresses. How the attention kernels of some backends are launched
-depends on what a step mixes, too: then the model is recorded in pieces, and attention is launched between them (`LayerSplitter`):
+Launching some hundred kernels from Python takes longer than a small step on the GPU; a replay is one call. A graph replays the same kernels at the
+same addresses, so everything that differs between steps is in tensors at fixed addresses. For some backends, the launches of attention kernels also
+depend on the rows of a step: then the model is recorded in pieces, and attention is launched between them (`LayerSplitter`):
 
       replayed     | embedding, norm, q k v, write |        | output, feed-forward, norm, q k v, write |        | … last norm |
       launched                                      attend                                              attend
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One CUDA graph, and the attention launched after it, from `q` to `out`: none after the last piece, which may be the only one."""
+    """One CUDA graph, and the attention launched after it, from `q` to `out`; none after the last piece."""
 
     graph: torch.cuda.CUDAGraph
     layer: AttentionLayer | None = None
@@ -34,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Recording(Generic[T]):
-    """Recorded device work. `outputs` is what it returned: each replay overwrites it, and so may replays of other recordings in the same pool."""
+    """Recorded device work. `outputs` is its result: each replay overwrites it, and replays of other recordings in the same pool may, too."""
 
     pieces: tuple[Piece, ...]
     outputs: T
@@ -49,14 +49,14 @@ class Recording(Generic[T]):
 
 
 class Recorder:
-    """Captures what the current stream is given, as one graph or as pieces that share a memory `pool`."""
+    """Captures work on the current stream, as one graph or as pieces that share a memory `pool`."""
 
     def __init__(self, pool: Any) -> None:
         self.pieces: list[Piece] = []
         self._pool = pool
 
     def begin(self) -> None:
-        """Start to capture a piece."""
+        """Start capturing a piece."""
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool)
 
@@ -70,18 +70,17 @@ class LayerSplitter:
     """Wraps the attention layers of a model, so that recordings can be split there."""
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None  # while one records in pieces
-        # [heads, head_size, out_size] of a layer -> its q, and what attention makes of it. The largest recording, which is the first, makes them; all
+        self.recorder: Recorder | None = None  # set while recording in pieces
+        # [heads, head_size, out_size] of a layer -> q and attention's output. The largest recording, which is the first, creates them; all
         # pieces of all sizes use them, one at a time and in the order of recording.
         self._buffers: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def wrap(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> Callable[[LayerSpec], AttentionLayer]:
-        """Return a `make_layer` whose layers can be split at."""
+        """Return a `make_layer` that creates layers at which recordings can be split."""
         return lambda spec: SplitLayer(make_layer(spec), self)
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        """Call `layer.attend`. While a recorder records in pieces, end the piece where q is known instead; the next one begins with what attention
-        will have made of it."""
+        """Call `layer.attend`. While recording in pieces, end the piece at q instead; the next one starts with attention's output."""
         if self.recorder is None:
             return layer.attend(q)
         kind = torch.Size((*q.shape[1:], layer.spec.out_size))
@@ -95,7 +94,7 @@ class LayerSplitter:
 
 
 class SplitLayer(AttentionLayer):
-    """An attention layer at which a recording is split, if it is split at all."""
+    """Attention layer at which a piecewise recording is split."""
 
     def __init__(self, layer: AttentionLayer, splitter: LayerSplitter) -> None:
         self.spec, self._layer, self._splitter = layer.spec, layer, splitter
@@ -119,7 +118,7 @@ def record(
     """Record `run`, which does device work only, at fixed addresses; in pieces if there is a `splitter`. Recordings that share a `pool` must share a
     `stream`, because the allocator doesn't reuse memory across streams.
 
-    `run` runs `warm_ups` times before, so that kernels are compiled and workspaces made: neither is possible while recording.
+    `run` runs `warm_ups` times before, so that kernels are compiled and workspaces allocated: neither is possible while recording.
     """
     stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
     # Not on `stream`: recordings on the stream of their warm-ups replay 1 to 3 % slower with one row (512 tokens of Qwen3-0.6B take 0.430 instead of
@@ -131,7 +130,7 @@ def record(
         for _ in range(warm_ups):
             run()
     torch.cuda.synchronize(stream.device)
-    torch.cuda.empty_cache()  # for the recording: an allocation that fails within it isn't tried again with what is cached
+    torch.cuda.empty_cache()  # for the recording: an allocation that fails during a capture isn't retried after freeing the cache
     with torch.cuda.stream(stream):
         return _capture(run, Recorder(pool), splitter)
 
@@ -143,9 +142,9 @@ def _capture(run: Callable[[], T], recorder: Recorder, splitter: LayerSplitter |
         splitter.recorder = recorder
     try:
         outputs = run()
-    except BaseException:  # a rank has died, say
-        with suppress(RuntimeError):  # nothing was being captured any more
-            recorder.end()  # releasing memory that ranks share, while a stream captures, would end the process
+    except BaseException:  # such as a dead rank
+        with suppress(RuntimeError):  # the capture has ended already
+            recorder.end()  # releasing shared memory of ranks during a capture would kill the process
         raise
     finally:
         if splitter is not None:

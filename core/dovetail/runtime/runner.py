@@ -135,7 +135,7 @@ class Runner:
 
     @property
     def parts(self) -> StepParts:
-        """What graphs of its steps are made of."""
+        """Objects from which graphs of its steps are built."""
         return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks)
 
     @torch.inference_mode()
@@ -248,7 +248,7 @@ class Runner:
         return hidden, last_indices if all_states else np.arange(len(last_indices))
 
     def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None) -> torch.Tensor:
-        """Hidden states [tokens, hidden]; with `wanted`, indices of tokens, theirs alone: [n, hidden], n at least 1."""
+        """Return hidden states [tokens, hidden]; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
             wanted = np.array([len(token_ids) - 1])  # no row samples, but models require at least one token
@@ -352,14 +352,14 @@ class Runner:
         return SampledTokens(sampled.token_ids, top_logprobs(raw, sampled.token_ids, sampled.logprobs.token_ids.shape[1] - 1))
 
     def _asks_prompt_logprobs(self, batch: Batch) -> NDArray[np.bool_]:
-        """[b] the rows that want to know, and of whose known tokens more than the last are still to be computed."""
+        """Return [b]: True for rows that request prompt log-probabilities and have more than one known token left to compute."""
         rows = self.rows
         asks: NDArray[np.bool_] = (rows.prompt_logprobs[batch.rows] >= 0) & (rows.computed[batch.rows] + 1 < rows.known[batch.rows])
         return asks
 
     def _ask_prompt_logprobs(self, asks: NDArray[np.int64], batch: Batch, host: HostInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
-        """Ask for the log-probability of the known token after each one computed, for the rows `asks` of the batch; a row's last
-        known token has none after it."""
+        """Compute the log-probability of the known token after each computed one, for the rows `asks` of the batch; a row's last known token has
+        none."""
         for index in asks.tolist():
             row, start = int(batch.rows[index]), int(self.rows.computed[batch.rows[index]])
             count = min(int(batch.num_tokens[index]), int(self.rows.known[row]) - start - 1)

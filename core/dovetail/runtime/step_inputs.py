@@ -75,10 +75,10 @@ class HostInputs:
 
 
 class MixedInputs:
-    """The same for a recorded step of up to `size` tokens of up to `max_rows` rows, where a graph finds it: the tensors keep their addresses. Padding
-    tokens are the first token of row 0, and their K and V go nowhere.
+    """Inputs of a recorded step of up to `size` tokens of up to `max_rows` rows, at fixed addresses. Padding tokens are the first token of row 0,
+    and their K and V aren't stored.
 
-    `wanted` [most_wanted] int64: indices, in the step, of the tokens whose states are computed to the end; of none if all are."""
+    `wanted` [most_wanted] int64: indices, in the step, of the tokens with final states; empty if all have them."""
 
     def __init__(self, size: int, max_rows: int, most_wanted: int, device: torch.device) -> None:
         tokens, rows, short = np.zeros(size, np.int64), np.zeros(max_rows, np.int64), np.zeros(max_rows + 1, np.int32)
@@ -90,7 +90,7 @@ class MixedInputs:
 
     @property
     def all_states(self) -> bool:
-        """True if the states of all tokens are computed to the end; False if only those of wanted tokens."""
+        """True if final states of all tokens are computed; False if only those of wanted tokens."""
         return len(self.wanted) == 0
 
     @property
@@ -126,7 +126,7 @@ class MixedInputs:
 
 
 class DecodeInputs:
-    """The inputs of a recorded decode step of up to `size` rows of `state`, at fixed addresses. Padding is nobody's row, whose token goes nowhere."""
+    """Inputs of a recorded decode step of up to `size` rows of `state`, at fixed addresses. Padding uses row `max_rows`, whose token isn't stored."""
 
     def __init__(self, size: int, state: RowState) -> None:
         self.size, self._state = size, state
@@ -136,8 +136,8 @@ class DecodeInputs:
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
 
     def fill(self, host_rows: Int64, shared_prefix_blocks: int) -> AttentionBatch:
-        """Enqueue the copy of a step in which each of `host_rows` [n], n <= size, computes its last known token. Returns the step for attention: its
-        block tables come with the other inputs where they fit, and are gathered on the device otherwise."""
+        """Enqueue the copy of a step in which each of `host_rows` [n], n <= size, computes its last known token. Returns the step for attention.
+        Block tables are copied with the other inputs if they fit, otherwise gathered on the device."""
         state, count = self._state, len(host_rows)
         kv_lens = state.known[host_rows]
         all_rows, all_slots, all_lens, blocks = self._mirror.arrays
@@ -166,7 +166,7 @@ class DecodeInputs:
 
 
 class SamplingInputs:
-    """The inputs of the recorded sampling of up to `size` rows, at fixed addresses. Padding rows are `nobody`'s."""
+    """Inputs of the recorded sampling of up to `size` rows, at fixed addresses. `nobody` is the index of padding rows."""
 
     def __init__(self, size: int, nobody: int, states: torch.Tensor) -> None:
         """`states` [any, hidden] are hidden states of the model, for their width and dtype."""
@@ -178,8 +178,8 @@ class SamplingInputs:
         self.masked.fill_(-1)
 
     def fill(self, hidden: torch.Tensor, host_indices: Int64, host_rows: Int64, masked: Int64 | None) -> None:
-        """Enqueue the copy: each of `host_rows` [n], n <= size, samples the token after its last known one, which has the state
-        hidden[host_indices]. `masked` [n] are their lines in the masks, or -1; None: no row is masked."""
+        """Enqueue the copy: each of `host_rows` [n], n <= size, samples the token after its last known one, with hidden state hidden[host_indices].
+        `masked` [n] are indices of the rows' masks, or -1; None: no row is masked."""
         count = len(host_rows)
         host = np.zeros(self._numbers.shape, np.int64)
         host[0, :count], host[0, count:] = host_rows, self._nobody

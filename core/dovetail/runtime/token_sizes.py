@@ -22,7 +22,7 @@ def padded_sizes(most: int) -> tuple[int, ...]:
 
 
 def sharing_token_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Choose from `sizes` in tokens, rising, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
+    """Choose from ascending `sizes` in tokens those for steps that read a shared prefix once: few, since each costs start-up time."""
     return tuple(size for size in sizes if size == sizes[-1] or (size >= 256 and size.bit_count() == 1))
 
 
@@ -46,5 +46,5 @@ def row_sizes(most: int) -> tuple[int, ...]:
 
 
 def sharing_row_sizes(most: int) -> tuple[int, ...]:
-    """The same, for steps that read a shared prefix once: fewer."""
+    """Return sizes for steps that read a shared prefix once: fewer."""
     return tuple(sorted({min(1 << power, most) for power in range(2, most.bit_length() + 1)}))

@@ -35,8 +35,8 @@ from dovetail.runtime.trial import TrialRun
 
 
 class Worker:
-    """Computes the steps of one rank: `load`, then `allocate`, then `submit`, `sample` of late steps and `collect` in turn, `stop` at the end. By one
-    thread at a time, which may be another for each call.
+    """Computes the steps of one rank: `load`, then `allocate`, then `submit`, `sample` of late steps and `collect` in turn, `stop` at the end. Call
+    it from one thread at a time; the thread may change between calls.
 
     A failed step ends it: the device's state can no longer be trusted.
     """
@@ -51,9 +51,8 @@ class Worker:
         self._failure: DovetailError | None = None
 
     def load(self, device: torch.device, num_blocks: int | None = None) -> Capacity:
-        """Choose dtype and attention, load the model, compile its kernels, and tell what fits on `device` (see `choose_device`): `num_blocks` of the
-        capacity are those that were asked for or, if that is None, as many as the memory allows. Ranks that work together allocate the least of
-        them. `max_in_flight` is what suits the device.
+        """Choose dtype and attention, load the model, compile its kernels, and return what fits on `device` (see `choose_device`): `num_blocks` as
+        requested or, if None, as many as fit into memory. Cooperating ranks allocate the smallest number of them. `max_in_flight` suits the device.
 
         Raises `ModelLoadError` if the model's files can't be used, `UnsupportedError` if no architecture or attention backend can serve it here, and
         `ConfigError` if there is no sampler, or if the pool can't hold one sequence of `max_model_len` tokens.
@@ -114,7 +113,7 @@ class Worker:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the KV pool, of `num_blocks` blocks, record the CUDA graphs, and let a model that verifies itself do so. Raises `DovetailError` if
+        """Allocate the KV pool with `num_blocks` blocks, record the CUDA graphs, and let a model with a self-check run it. Raises `DovetailError` if
         `load` hasn't been called, and `UnsupportedError` if such a model computes wrong numbers."""
         runner = self._running()
         self._make_pool(num_blocks)
@@ -124,7 +123,7 @@ class Worker:
         if isinstance(runner.model, VerifiesItself):
             runner.model.verify(TrialRun(runner, num_blocks, self.context.config.max_num_batched_tokens, rounds_kv=self._scales is not None))
         if runner.device.type == "cuda":
-            gc.freeze()  # and what compiling kernels and recording left
+            gc.freeze()  # also objects from compilation and recording
 
     def submit(self, batch: Batch) -> PendingStep:
         """Enqueue a step and return its handle; on a CPU, compute it. Raises `DovetailError` with the step and its requests if it fails, and for each

@@ -1,4 +1,4 @@
-"""The built-in sampler, `default`: every sampling parameter, with counter-based noise."""
+"""Built-in sampler `default`: all sampling parameters, with counter-based noise."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         name="default",
         target="dovetail_samplers.default:DefaultSampler",
         api="0.2",
-        summary="greedy, temperature, top-k, top-p, min-p, penalties, bans, logprobs; a seed fixes the tokens",
+        summary="greedy, temperature, top-k, top-p, min-p, penalties, bans, logprobs; reproducible by seed",
         requires=("torch>=2.11",),
     )

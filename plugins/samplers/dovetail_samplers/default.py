@@ -1,8 +1,8 @@
-"""The sampler `default`. Each row takes only the steps it needs: greedy rows an argmax, rows with a temperature a race against noise over the
-vocabulary, rows with top-k or top-p one over the tokens left.
+"""Sampler `default`. Each row takes only the steps it needs: greedy rows an argmax, rows with a temperature a race against noise over the
+vocabulary, rows with top-k or top-p a race over the remaining tokens.
 
-Drawing a token with probability p_i is a race: the token with the largest p_i / e_i wins, with e_i independent exponential noise. As noise
-belongs to the vocabulary id (`noise`), it may be computed for the tokens that take part alone, and the winner is the same.
+Drawing a token with probability p_i is a race: the token with the largest p_i / e_i wins, with e_i independent exponential noise. Since noise
+depends on the vocabulary id (`noise`), it can be computed only for the tokens that take part, with the same winner.
 
 A row's result is a function of its logits, its parameters and its history: rows share kernels, not numbers. On a GPU with Triton, all rows are
 changed by `changes_kernels` and drawn by `fused` at once; the other steps below are for all other devices.
@@ -28,15 +28,15 @@ from dovetail_samplers.filters import cut_top_k, cut_top_p, first_argmax, keep, 
 from dovetail_samplers.noise import exponentials, stream_keys
 from dovetail_samplers.table import DeviceRows, Needs, RowTable
 
-Rows = NDArray[np.int64]  # row numbers, or indices in the batch, on the host
-AT_ONCE = 2**24  # numbers of all rows' logits, or of their histories, that rules and penalties work on: each takes some 30 bytes meanwhile
+Rows = NDArray[np.int64]  # row indices, or indices in the batch, on the host
+AT_ONCE = 2**24  # logits, or history tokens, that rules and penalties process at once: each needs some 30 bytes of temporary memory
 UNCAPTURABLE = ~int(Needs.RANDOM | Needs.FILTERS)
-CAPTURED_LOGPROBS = 20  # of the likeliest tokens; with more a step is sampled outside of graphs
-CPU_CHUNK = 2**17  # logits that the CPU draws from at once: what its cache holds
+CAPTURED_LOGPROBS = 20  # most likely tokens; with more, a step is sampled outside of graphs
+CPU_CHUNK = 2**17  # logits processed at once on the CPU, to fit its cache
 
 
 class DefaultSampler(Sampler):
-    """The sampler with every parameter of `RowSampling`, for any mix of rows."""
+    """Sampler with all parameters of `RowSampling`, for any mix of rows."""
 
     capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True)
 
@@ -92,7 +92,7 @@ class DefaultSampler(Sampler):
         return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
 
     def _drawn_by_kernels(self, logits: torch.Tensor, rows: torch.Tensor, union: Needs) -> torch.Tensor | None:
-        """token ids [n] int64. None where there are no kernels that change logits, or, if logits are to be changed, they can't be had."""
+        """Return token ids [n] int64, or None without kernels, or if logits must be changed and those kernels are unavailable."""
         if self._changes is None:
             return None
         if not union & Needs.CHANGED_LOGITS:
@@ -102,15 +102,15 @@ class DefaultSampler(Sampler):
         return None
 
     def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """logits [n, vocab], left as they are, and rows [n] int64, `max_rows` for padding -> token ids [n] int64. May raise `KernelUnavailable`."""
+        """logits [n, vocab], unchanged, and rows [n] int64, `max_rows` for padding -> token ids [n] int64. May raise `KernelUnavailable`."""
         parts = zip(torch.split(logits, changes.most), torch.split(rows, changes.most), strict=True)
         drawn = [self._device_rows.draw(changes.change(part, own), own, self.context.history) for part, own in parts]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
-    # ---- what is done to logits, before temperature
+    # ---- changes to logits, before temperature
 
     def _change_logits(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8]) -> None:
-        """Rules and penalties, in place, each for the rows that have it. logits [n, vocab] float32."""
+        """Apply rules and penalties in place to the rows that have them. logits [n, vocab] float32."""
         most = max(1, AT_ONCE // max(self.context.history.token_ids.shape[1], logits.shape[1]))
         changes = {Needs.RULES: self._apply_rules, Needs.REPETITION: self._penalise_repetition, Needs.FREQUENCY: self._penalise_output}
         for need, change in changes.items():
@@ -132,7 +132,7 @@ class DefaultSampler(Sampler):
         presence, frequency = table.send(table.presence, host_rows), table.send(table.frequency, host_rows)
         penalties.presence_and_frequency(logits, penalties.seen(self.context.history, rows), presence, frequency)
 
-    # ---- the choice
+    # ---- drawing
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8], union: Needs) -> torch.Tensor:
         """logits [n, vocab] -> token ids [n] int64."""
@@ -151,14 +151,14 @@ class DefaultSampler(Sampler):
         return token_ids
 
     def _index(self, indices: Rows) -> torch.Tensor | slice:
-        """Return an index that selects these ascending indices of a batch: a slice, which copies nothing, where they are neighbours."""
+        """Return an index that selects these ascending indices of a batch: a slice, which avoids a copy, if they are contiguous."""
         first, last = int(indices[0]), int(indices[-1])
         if last - first + 1 == len(indices):
             return slice(first, last + 1)
         return to_device(indices, self._device)
 
     def _draw_alike(self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows) -> torch.Tensor:
-        """Rows that go the same way: logits [n, vocab], keys [n, 2] -> token ids [n]."""
+        """Draw rows with the same way of drawing: logits [n, vocab], keys [n, 2] -> token ids [n]."""
         if not way & Needs.RANDOM:
             return first_argmax(logits)
         scores = self._scores(logits, host_rows)
@@ -169,13 +169,13 @@ class DefaultSampler(Sampler):
         return self._race_of_few(weights.mul_(kept), kept, keys)
 
     def _scores(self, logits: torch.Tensor, host_rows: Rows) -> torch.Tensor:
-        """[n, vocab] float32: (logits - the row's largest) / temperature. No temperature makes them infinite at the top, or NaN."""
+        """Return [n, vocab] float32: (logits - the row's largest) / temperature. The largest is finite at any temperature, and none is NaN."""
         logits = logits.to(torch.float32)
-        largest = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # of a row of -inf: something to subtract
+        largest = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # for rows of -inf: a finite value to subtract
         return (logits - largest).div_(self._table.send(self._table.temperature, host_rows)[:, None])
 
     def _kept(self, way: Needs, scores: torch.Tensor, weights: torch.Tensor, host_rows: Rows) -> torch.Tensor:
-        """[n, vocab] float32: 1 for the tokens that pass the rows' filters, else 0."""
+        """[n, vocab] float32: 1 for the tokens that pass the rows' filters, otherwise 0."""
         table = self._table
         parts = []
         if way & Needs.TOP_K:
@@ -192,7 +192,7 @@ class DefaultSampler(Sampler):
         return first_argmax(weights.div_(exponentials(keys, self._device_rows.hashes)))
 
     def _race_of_few(self, weights: torch.Tensor, kept: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """The same, for weights that are 0 where `kept` is: on the CPU, noise is made for the kept alone."""
+        """The same, for weights that are 0 where `kept` is: on the CPU, noise is computed only for kept tokens."""
         if not on_cpu(weights):
             return self._race(weights, keys)
         indices = np.flatnonzero(kept.numpy())
@@ -206,7 +206,7 @@ class DefaultSampler(Sampler):
 
 
 def _alike(needs: NDArray[np.uint8], most: int) -> Iterator[tuple[Needs, Rows]]:
-    """The indices [n] in the batch, in groups that need the same way of drawing, `most` at once."""
+    """Return the indices [n] in the batch, grouped by their way of drawing, at most `most` per group."""
     ways = needs & int(Needs.RANDOM | Needs.FILTERS)
     for way in np.unique(ways):
         for indices in _cut(np.flatnonzero(ways == way), most):

@@ -75,20 +75,20 @@ class SamplerGraphs(SamplerSubject):
         self.replay(bench, rows, others, Capture.FULL)
 
     def capturable(self, rows: Sequence[Row], *captures: Capture) -> tuple[Bench, list[Row]]:
-        """Return a bench of those of `rows` to which `capture_for` says one of `captures`, and these rows; all of them if there are none."""
+        """Return a bench of those `rows` for which `capture_for` returns one of `captures`, and these rows; a bench of all rows if there are none."""
         bench = self.bench(rows)
         some = [row for place, row in zip(bench.places, rows, strict=True) if bench.sampler.capture_for(np.array([place])) in captures]
         return self.bench(some or rows), some
 
     def fully_capturable(self, rows: Sequence[Row]) -> tuple[Bench, list[Row]]:
-        """Return a bench of those of `rows` that may be captured in full, and these rows."""
+        """Return a bench of those `rows` that can be captured with `FULL`, and these rows."""
         bench, some = self.capturable(rows, *Capture)
         if bench.sampler.capture_for(bench.host_rows) is not Capture.FULL:
             raise Untried("cuda_graph_full", f"capture_for() says FULL to no rows on {self.place}")
         return bench, some
 
     def replay(self, bench: Bench, rows: Sequence[Row], others: Sequence[Row], capture: Capture) -> None:
-        """Record sampling for `rows`, and require that its replay gives `others` in their places what `sample` does."""
+        """Record sampling for `rows`, and require that its replay for `others` in their places returns what `sample` does."""
         bench.captured(capture)
         torch.cuda.synchronize()
         graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
@@ -101,7 +101,7 @@ class SamplerGraphs(SamplerSubject):
 
 
 def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> None:
-    """Require what `sample` gives, and the same with padding, which gets ids of the vocabulary."""
+    """Require the results of `sample`, also with padding, which gets ids of the vocabulary."""
     expected = bench.sample()
     _require_same(rows, bench.captured(capture), expected)
     padded = bench.captured(capture, [*bench.places, bench.max_rows, bench.max_rows])
