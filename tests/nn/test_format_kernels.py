@@ -143,7 +143,7 @@ def test_the_stream_gets_the_product_with_the_dequantized_weight(form: WeightFor
     form.add_to(weight, stream, x)
     expected = before.double() + product(x, form.dequantized(weight))
     assert_close(stream.normed(norm), norm(expected.to(DTYPE)).double())
-    assert_close(stream.x, expected)
+    assert_close(stream.summed(), expected)
 
 
 def largest_of_chunks(x: torch.Tensor) -> torch.Tensor:

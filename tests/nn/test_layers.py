@@ -99,8 +99,8 @@ def test_a_residual_stream_has_all_that_was_added_to_it() -> None:
     stream.add_parts(parts)
     stream.add_parts(more)
     torch.testing.assert_close(stream.normed(norm), norm(x + parts.sum(0) + more[0]))
-    torch.testing.assert_close(stream.x, x + parts.sum(0) + more[0])
-    stream.x.add_(1.0)
+    torch.testing.assert_close(stream.summed(), x + parts.sum(0) + more[0])
+    stream.summed().add_(1.0)
     stream.add_parts(more)
-    torch.testing.assert_close(stream.x, x + parts.sum(0) + 2 * more[0] + 1.0)
+    torch.testing.assert_close(stream.summed(), x + parts.sum(0) + 2 * more[0] + 1.0)
     assert len(stream) == 3

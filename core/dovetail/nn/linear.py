@@ -152,6 +152,6 @@ class RowParallelLinear(LinearLayer):
     def _add_sum_to(self, residual: Residual, x: torch.Tensor) -> None:
         place = residual.place_of_share(self.group)
         if place is None:
-            residual.x.add_(self(x))
+            residual.summed().add_(self(x))
         else:
             self.format.columns(self.weight, x, self.bias if self.group.rank == 0 else None, into=place)

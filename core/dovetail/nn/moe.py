@@ -143,7 +143,7 @@ class Experts(nn.Module):
             return
         place = residual.place_of_share(self.group)
         if place is None:
-            residual.x.add_(self.group.all_reduce(parts.sum(0).to(x.dtype)))
+            residual.summed().add_(self.group.all_reduce(parts.sum(0).to(x.dtype)))
         else:
             place.copy_(parts.sum(0))
 

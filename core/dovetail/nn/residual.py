@@ -34,9 +34,8 @@ class Residual:
         """True if shares of several ranks are still to be added."""
         return self._shared is not None
 
-    @property
-    def x(self) -> torch.Tensor:
-        """The stream [tokens, hidden] with everything added so far. Changing it in place changes the stream."""
+    def summed(self) -> torch.Tensor:
+        """Add everything that is still to be added, and return the stream [tokens, hidden] itself: changing it in place changes the stream."""
         if self._shared is not None:
             self._add_shares(None)
         if self._parts is not None:
@@ -46,7 +45,7 @@ class Residual:
 
     def keep(self, indices: torch.Tensor) -> None:
         """Reduce the stream to the tokens at `indices` [n] int64."""
-        self._x = self.x.index_select(0, indices)
+        self._x = self.summed().index_select(0, indices)
 
     def add_parts(self, parts: torch.Tensor) -> None:
         """Add the sum over the first dimension of parts [parts, tokens, hidden], float32 or of the stream's dtype, deferred until the stream is
@@ -56,7 +55,7 @@ class Residual:
     def place_of_share(self, group: ParallelGroup) -> torch.Tensor | None:
         """Return memory [tokens, hidden] for this rank's share of a sum over `group`, to be filled by the caller: the sum is added to the stream when
         it is read, at the latest. None, on all ranks, if the group has no such memory: then the caller sums."""
-        x = self.x
+        x = self.summed()
         place = None if group.shares is None else group.shares.place(len(x), x.shape[1], x.dtype)
         if place is not None:
             self._shared = group
@@ -73,7 +72,7 @@ class Residual:
                 normed = kernels.add_and_norm(self._x, self._parts, norm.weight, norm.eps)
                 self._parts = None
                 return normed
-        return norm(self.x)
+        return norm(self.summed())
 
     def normed_in_float8(self, norm: RMSNorm, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm [tokens, hidden] float8 and its multipliers, like `kernels.float8_products.narrowed`. Raises

@@ -218,7 +218,7 @@ class OwnExperts(OwnLayer):
         x = hidden_states.contiguous()
         residual = Residual(torch.zeros_like(x))
         self.experts.add_to(residual, x, top_k_index.to(torch.int32).contiguous(), top_k_weights.float().contiguous())
-        return residual.x
+        return residual.summed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class OwnBlock(OwnLayer):
         residual = Residual(hidden_states[0] if self._in_place else hidden_states[0].clone())
         attention.add_to(residual, norm.norm)
         feed_forward.add_to(residual, second_norm.norm)
-        return residual.x[None]
+        return residual.summed()[None]
 
 
 class OwnHead(nn.Module):

@@ -59,7 +59,7 @@ class WeightFormat(ABC):
         """Multiply x [tokens, inputs], or a residual stream, normed first if `norm` is given -> [tokens, outputs] in x's dtype. `gated`: silu of the
         first half of the outputs, times the second half. `into` [tokens, outputs], not with `gated`: memory for the result."""
         if isinstance(x, Residual):
-            x = x.x if norm is None else x.normed(norm)
+            x = x.summed() if norm is None else x.normed(norm)
         elif norm is not None:
             x = norm(x)
         y = F.linear(x.float(), self.dequantized(weight), None if bias is None else bias.float()).to(x.dtype)
@@ -67,7 +67,7 @@ class WeightFormat(ABC):
 
     def add_to(self, weight: Any, residual: Residual, x: torch.Tensor) -> None:
         """Add x [tokens, inputs] times the weight to the stream."""
-        residual.x.add_(self.columns(weight, x))
+        residual.summed().add_(self.columns(weight, x))
 
     def allocate_experts(self, weights: Sequence[Weight], device: torch.device) -> Sequence[nn.Parameter]:
         """`allocate` for the same layer of each expert of a mixture."""

@@ -53,8 +53,8 @@ class Dense(WeightFormat):
             stream, norm = Residual(stream.normed(norm)), None
         if kernel := kernel_for_few(len(stream), weight, gated):
             with suppress(KernelUnavailable):
-                return kernel(stream.x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps), gated=gated, into=into)
-        x = stream.x if norm is None else stream.normed(norm)
+                return kernel(stream.summed(), weight, bias, norm=None if norm is None else (norm.weight, norm.eps), gated=gated, into=into)
+        x = stream.summed() if norm is None else stream.normed(norm)
         if kernel := kernel_for_many(len(x), weight, gated):
             with suppress(KernelUnavailable):
                 return kernel(x, weight, bias, gated=gated, into=into)
@@ -66,12 +66,12 @@ class Dense(WeightFormat):
     def add_to(self, weight: torch.Tensor, residual: Residual, x: torch.Tensor) -> None:
         with suppress(KernelUnavailable):
             if kernel := kernel_for_few(len(x), weight):
-                kernel(x, weight, out=residual.x)
+                kernel(x, weight, out=residual.summed())
                 return
             if kernel := kernel_for_many(len(x), weight, in_parts=True):
                 residual.add_parts(kernel(x, weight, in_parts=True))
                 return
-        residual.x.addmm_(x, weight.t())
+        residual.summed().addmm_(x, weight.t())
 
     def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if use_kernels(x, ids, weights):

@@ -171,13 +171,13 @@ class Float8(StoredFormat):
         with suppress(KernelUnavailable):
             if kernel := self._kernel_for_few(weight, len(stream), gated):
                 around = None if norm is None else (norm.weight, norm.eps)
-                return kernel(stream.x, weight, bias, norm=around, gated=gated, into=into, scales=weight.scales)
+                return kernel(stream.summed(), weight, bias, norm=around, gated=gated, into=into, scales=weight.scales)
         tiling = self._tiling(weight, len(stream), gated=gated)
         if tiling is not None or self._narrows(len(stream), weight):
             with suppress(KernelUnavailable):
                 narrow, x_scales = self._narrowed(weight, stream, norm)
-                return self._product(weight, narrow, x_scales, tiling, bias, dtype=stream.x.dtype, gated=gated, into=into)
-        x = stream.x if norm is None else stream.normed(norm)
+                return self._product(weight, narrow, x_scales, tiling, bias, dtype=stream.summed().dtype, gated=gated, into=into)
+        x = stream.summed() if norm is None else stream.normed(norm)
         if len(x) < WIDENED_FROM:
             with suppress(KernelUnavailable):
                 return kept(self._stream(weight, x, bias, gated=gated), into)
@@ -190,7 +190,7 @@ class Float8(StoredFormat):
             return
         with suppress(KernelUnavailable):
             if kernel := self._kernel_for_few(weight, len(x)):
-                kernel(x, weight, out=residual.x, scales=weight.scales)
+                kernel(x, weight, out=residual.summed(), scales=weight.scales)
                 return
             tiling = self._tiling(weight, len(x), in_parts=True)
             narrows = tiling is not None or self._narrows(len(x), weight)
@@ -202,7 +202,7 @@ class Float8(StoredFormat):
             if len(x) < WIDENED_FROM:
                 residual.add_parts(self._stream(weight, x, in_parts=True))
                 return
-        residual.x.add_(self.columns(weight, x))
+        residual.summed().add_(self.columns(weight, x))
 
     def _kernel_for_few(self, weight: StoredWeight, rows: int, gated: bool = False) -> Kernel | None:
         """Return a kernel that loads all weights of some outputs at once, if that is faster than streaming them."""
@@ -238,7 +238,7 @@ class Float8(StoredFormat):
         from dovetail.nn.kernels import float8_products
 
         group = self.block[1] if weight.scales.ndim > 1 else 0
-        return float8_products.narrowed(stream.x, group) if norm is None else stream.normed_in_float8(norm, group)
+        return float8_products.narrowed(stream.summed(), group) if norm is None else stream.normed_in_float8(norm, group)
 
     def _product(
         self,

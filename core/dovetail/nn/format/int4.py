@@ -161,8 +161,8 @@ class Int4(StoredFormat):
         if len(stream) == 1:
             with suppress(KernelUnavailable):
                 around = None if norm is None else (norm.weight, norm.eps)
-                return one_row_int4.linear(stream.x, self._stored(weight), bias, norm=around, gated=gated, into=into)
-        x = stream.x if norm is None else stream.normed(norm)
+                return one_row_int4.linear(stream.summed(), self._stored(weight), bias, norm=around, gated=gated, into=into)
+        x = stream.summed() if norm is None else stream.normed(norm)
         with suppress(KernelUnavailable):
             if len(x) < WIDENED_FROM:
                 return kept(streamed.linear(x, self._stored(weight), bias, gated=gated), into)
@@ -176,11 +176,11 @@ class Int4(StoredFormat):
 
             with suppress(KernelUnavailable):
                 if len(x) == 1:
-                    one_row_int4.linear(x, self._stored(weight), out=residual.x)
+                    one_row_int4.linear(x, self._stored(weight), out=residual.summed())
                     return
                 residual.add_parts(streamed.linear(x, self._stored(weight), in_parts=True))
                 return
-        residual.x.add_(self.columns(weight, x))
+        residual.summed().add_(self.columns(weight, x))
 
     def _stored(self, weight: StoredWeight) -> Stored:
         from dovetail.nn.kernels import streamed
