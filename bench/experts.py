@@ -2,6 +2,7 @@
 
     python -m bench.experts --shape qwen3-30b-a3b --tokens 1 8 64 256           # as chosen now
     python -m bench.experts --shape qwen3-30b-a3b --tune                        # every tiling, quickest first
+    python -m bench.experts --checkpoint fp8 --tune --tokens 1 8 64             # of weights in another format
 
 Routing is uniform. A CUDA graph computes several steps of one layer, each with its own tokens. The floor is reading the weights of the chosen experts
 once, or the arithmetic.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.limits import BYTES, Limits, measure_limits, require_gpu, seconds
-from bench.shapes import SHAPES, Shape
+from bench.shapes import EXPERT_BYTES, SHAPES, Shape
 from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels.experts import Few, FewTiling, Many, Stored, Tiling
 from dovetail.nn.kernels.launch import compiling_ahead
@@ -49,10 +50,21 @@ class Layer:
             yield x, inner, ids, torch.full(ids.shape, 1 / self.per_token, device="cuda")
 
 
-def plain(shape: Shape) -> Layer:
+def layer_of(shape: Shape, checkpoint: str | None) -> Layer:
+    """Return experts with random weights in the format of such a checkpoint; None: bfloat16."""
+
     def stored(outputs: int, inputs: int) -> Stored:
-        values = torch.empty(shape.experts, outputs, inputs, device="cuda", dtype=torch.bfloat16)
-        return Stored(values.normal_(std=0.02), inputs)
+        count, fp4_bytes = shape.experts, -(-inputs // kernels.CHUNK) * kernels.CHUNK // 2
+        if checkpoint is None:
+            values = torch.empty(count, outputs, inputs, device="cuda", dtype=torch.bfloat16)
+            return Stored(values.normal_(std=0.02), inputs)
+        if checkpoint == "fp8":
+            codes = torch.randint(0, 96, (count, outputs, inputs), device="cuda", dtype=torch.uint8)
+            scales = torch.full((count, -(-outputs // 128), -(-inputs // 128)), 0.02, device="cuda")
+            return Stored(codes.view(torch.float8_e4m3fn), inputs, scales, None, 128, kernels.FLOAT8)
+        codes = torch.randint(0, 256, (count, outputs, fp4_bytes), device="cuda", dtype=torch.uint8)
+        scales = torch.full((count, inputs // 32, outputs), 120, device="cuda", dtype=torch.uint8)
+        return Stored(codes, inputs, scales, None, 32, kernels.FP4)
 
     inner = shape.intermediate
     return Layer(stored(2 * inner, shape.hidden), stored(shape.hidden, inner), shape.experts, shape.experts_per_token)
@@ -94,10 +106,15 @@ def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | T
     if tokens < 4:
         return
     average = pairs / layer.count
-    for rows, n, k, stages, warps in itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128), (2, 3, 4, 5), (4, 8)):
-        if rows > max(16, 8 * average) or rows < min(64, average) or n * rows > 128 * 128 or (rows < 64 and warps == 8) or (n == 32 and rows > 32):
+    narrow = layer.gate_up.kind != kernels.PLAIN  # these have a chunk of their own, and fewer bytes of it
+    chunks, stages_tried = ((kernels.CHUNK,), (3, 4, 5, 6, 8)) if narrow else ((64, 128), (2, 3, 4, 5))
+    for rows, n, k, stages, warps in itertools.product((16, 32, 64, 128), (32, 64, 128), chunks, stages_tried, (4, 8)):
+        if rows > max(16, 8 * average) or rows < min(64, average) or n * rows > 128 * 128 or (n == 32 and rows > 32):
             continue
-        if 2 * k * (2 * n + rows) * stages <= 220 << 10 and (n, k) != (32, 64):
+        if rows < 64 and warps == 8 and not (narrow and n == 128):
+            continue
+        weight_bytes = layer.gate_up.values.nbytes / (layer.gate_up.values.shape[0] * layer.gate_up.outputs * layer.gate_up.inputs)
+        if k * (weight_bytes * (2 if first else 1) * n + 2 * rows) * stages <= 220 << 10 and (n, k) != (32, 64):
             yield Tiling(rows, n, k, stages, warps)
 
 
@@ -125,14 +142,14 @@ def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
     return min(sums, key=lambda choice: sums[choice])
 
 
-def tell(layer: Layer, tokens: int, choice: Few | Many, limits: Limits) -> None:
+def tell(layer: Layer, tokens: int, choice: Few | Many, limits: Limits, weight_bytes: float) -> None:
     """The whole of a layer, sorting included."""
     steps = list(layer.steps(tokens))
     distinct = sum(len(ids.unique()) for _, _, ids, _ in steps) / len(steps)
-    weights = layer.gate_up.values[0].numel() + layer.down.values[0].numel()
+    weights = layer.gate_up.outputs * layer.gate_up.inputs + layer.down.outputs * layer.down.inputs
     around = (layer.gate_up, layer.down, None, None, "silu")
     us = us_of([lambda x=x, a=(ids, w, choice): kernels.experts(x, *around, *a) for x, _, ids, w in steps])
-    read = BYTES * weights * distinct / limits.copy_bytes_per_s
+    read = weight_bytes * weights * distinct / limits.copy_bytes_per_s
     floor = 1e6 * max(read, 2 * weights * tokens * layer.per_token / limits.flop_per_s)
     print(f"    {tokens}: {choice},  # {us:.1f} us, {distinct:.1f} experts, {100 * floor / us:.0f} % of the floor", flush=True)
 
@@ -140,6 +157,7 @@ def tell(layer: Layer, tokens: int, choice: Few | Many, limits: Limits) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=[name for name, shape in SHAPES.items() if shape.experts])
+    parser.add_argument("--checkpoint", choices=["fp8", "mxfp4"], help="format of weights, instead of bfloat16")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--best", type=int, default=4, help="tilings that are shown")
@@ -147,12 +165,13 @@ def main() -> None:
     require_gpu()
     with torch.inference_mode():
         shape = SHAPES[args.shape]
-        limits, layer = measure_limits(shape), plain(shape)
+        limits, layer = measure_limits(shape), layer_of(shape, args.checkpoint)
+        weight_bytes = EXPERT_BYTES.get(args.checkpoint, BYTES)
         print(f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)
         for tokens in args.tokens:
-            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.gate_up), limits)
+            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.gate_up), limits, weight_bytes)
             if args.tune:
-                tell(layer, tokens, tune(layer, tokens, args.best), limits)
+                tell(layer, tokens, tune(layer, tokens, args.best), limits, weight_bytes)
 
 
 if __name__ == "__main__":

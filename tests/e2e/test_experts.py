@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dovetail.errors import DovetailError
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
@@ -71,6 +74,34 @@ def test_greedy_tokens_of_gpt_oss_are_those_of_transformers(lens: list[int], see
     with checkpoint(GptOssConfig(**GPT_OSS), seed) as (directory, model):
         outputs = run(directory, prompts, [greedy(12)] * len(prompts), max_num_batched_tokens=90)
         for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
+            compare_greedy(model, prompt, tokens, Comparison())
+
+
+def pack_experts(directory: Path, model: Any, seed: int) -> None:
+    """Replace the experts of a gpt-oss checkpoint by random ones in MXFP4, and those of transformers' `model` by what it makes of them."""
+    torch.manual_seed(seed)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for index, layer in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight, whole_name = getattr(layer.mlp.experts, name), f"model.layers.{index}.mlp.experts.{name}"
+            count, inputs, outputs = weight.shape
+            blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 126, (count, outputs, inputs // 32), dtype=torch.uint8)
+            weight.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+            del tensors[whole_name]
+            tensors |= {f"{whole_name}_blocks": blocks, f"{whole_name}_scales": scales}
+    save_file(tensors, path, {"format": "pt"})
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]}
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
+
+
+def test_greedy_tokens_of_gpt_oss_in_mxfp4_are_those_of_weights_that_transformers_dequantizes() -> None:
+    prompts = random_prompts([1, 40, 7], 61, 0)
+    with checkpoint(GptOssConfig(**GPT_OSS), 0) as (directory, model):
+        pack_experts(directory, model, 0)
+        for prompt, tokens in zip(prompts, tokens_of(run(directory, prompts, [greedy(12)] * len(prompts))), strict=True):
             compare_greedy(model, prompt, tokens, Comparison())
 
 
