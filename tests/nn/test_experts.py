@@ -21,9 +21,10 @@ from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.mxfp4 import Mxfp4Format
 from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels import launch
+from dovetail.nn.kernels.experts import Few, Many
 from dovetail.nn.moe import Experts, Router, choose
 from dovetail.nn.residual import Residual
-from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, runs_kernels, take_kernels
+from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_close, runs_kernels, take_kernels
 from tests.models.oracle import context
 from tests.support import examples
 
@@ -35,6 +36,15 @@ seeds = st.integers(0, 2**31)
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch, moe, dense, stored)
     monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)  # a kernel that fails does so here, and its twin doesn't stand in for it
+    if INTERPRETED:  # which takes milliseconds for a program: let them have more outputs
+        monkeypatch.setattr(kernels, "choice_for", lambda *asked: with_outputs(choice_for(*asked), 16))
+
+
+choice_for = kernels.choice_for
+
+
+def with_outputs(choice: Few | Many, outputs: int) -> Few | Many:
+    return Few(*(replace(tiling, outputs=outputs) for tiling in choice)) if isinstance(choice, Few) else choice
 
 
 def some_experts(hidden: int, inner: int, count: int, dtype: torch.dtype, seed: int, **fields: Any) -> Experts:
