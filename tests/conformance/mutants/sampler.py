@@ -784,3 +784,93 @@ class BansStopTokensForEver(Misread):
 class HasThirtyTwoColumns(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         return replace(sampling, logprobs=sampling.logprobs and min(sampling.logprobs, 32))
+
+
+# ---- wrong at an edge
+
+
+@mutant(caught_by="sampler.captured_again")
+class CapturesTheFirstParameters(Capturing):
+    """Uses the parameters that rows had when they were first captured."""
+
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        if not hasattr(self, "first"):
+            self.first = {}
+        key, rows_of = tuple(rows.tolist()), self._device_rows
+        self.first.setdefault(key, rows_of.parameters(rows))
+        return SampledTokens(draw_plain(logits, rows, self.first[key], self.context.history, rows_of.hashes))
+
+
+@mutant(caught_by="sampler.fully_captured_again")
+class CapturesTheFirstRules(CapturingInFull):
+    """Returns what it returned before to rows that were captured in full before."""
+
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        if not hasattr(self, "kept"):
+            self.kept: dict[tuple[int, ...], SampledTokens] = {}
+        if capture is Capture.TOKENS:
+            return super().sample_captured(logits, rows, capture)
+        key = tuple(rows.tolist())
+        if key not in self.kept:
+            self.kept[key] = super().sample_captured(logits, rows, capture)
+        return self.kept[key]
+
+
+@mutant(caught_by="sampler.capturable")
+class LooksAtTheFirstAndLastRow(Capturing):
+    def capture_for(self, host_rows: np.ndarray) -> Capture | None:
+        return super().capture_for(host_rows[[0, -1]])
+
+
+@mutant(caught_by="sampler.extra_args")
+class KeepsWhatTheRowWasGiven(Warmer):
+    capabilities = SamplerCapabilities(extra_args_model=Digit)
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        if not hasattr(self, "given"):
+            self.given: dict[int, int] = {}
+        if sampling.extra_args:
+            self.given[row] = 1 + sampling.extra_args["warmth"]
+        return replace(sampling, seed=sampling.seed + self.given.get(row, 0))
+
+
+@mutant(caught_by="sampler.read_only")
+class SortsHostRows(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, rows, host_rows)
+        host_rows.sort()
+        return result
+
+
+@mutant(caught_by="sampler.read_only")
+class SortsHostRowsToCapture(DefaultSampler):
+    def capture_for(self, host_rows: np.ndarray) -> Capture | None:
+        host_rows.sort()
+        return super().capture_for(host_rows)
+
+
+@mutant(caught_by="sampler.bad_words")
+class KeepsOneWordOfEachBeginning(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        long = {word[:-1]: word for word in sampling.bad_words if len(word) > 2}
+        return replace(sampling, bad_words=(*(word for word in sampling.bad_words if len(word) <= 2), *long.values()))
+
+
+@mutant(caught_by="sampler.logprobs")
+class NoLogprobsForZero(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, rows, host_rows)
+        return result if (self._table.logprobs[host_rows] > 0).any() else SampledTokens(result.token_ids)
+
+
+@mutant(caught_by="sampler.top_k")
+class WrapsKAt32Bits(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, top_k=sampling.top_k % 2**32)
+
+
+@mutant(caught_by="sampler.allowed_token_ids")
+class TakesABiasOfMinus100ForABan(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        banned = {token for token, bias in sampling.logit_bias if bias <= -100}
+        return replace(sampling, allowed_token_ids=tuple(token for token in sampling.allowed_token_ids or () if token not in banned) or None)

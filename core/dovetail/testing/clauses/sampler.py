@@ -37,7 +37,7 @@ CLAUSES: Marks = {
     "SampledTokens": {"if any row requests": held("logprobs", "logprobs_harmless", "reused_rows"), "*": held("output")},
     "Sampler": TOLD,
     "Sampler.prepare": held("row"),
-    "Sampler.update": {"Forget the rows": held("reused_rows", "preemption"), "*": TOLD},
+    "Sampler.update": {"Forget the rows": held("reused_rows", "preemption", "extra_args"), "*": TOLD},
     "Sampler.sample": {
         "Sample one token": held("output", "dtypes", "extremes", "read_only"),
         "until the sampler is called again": TOLD,
@@ -49,7 +49,7 @@ CLAUSES: Marks = {
         "Raises `UnsupportedError`": unchecked(
             "it isn't called for what a sampler doesn't declare, and a device that lacks a feature can't be simulated"
         ),
-        "Each replay": held("graph", "full_graph"),
+        "Each replay": held("captured_again", "fully_captured_again", "graph", "full_graph"),
         "any valid id": held("captured", "fully_captured"),
         "any number of columns": held("fully_captured", "full_graph"),
         "*": held("captured", "graph", "fully_captured", "full_graph", but="without a GPU no graph is captured"),

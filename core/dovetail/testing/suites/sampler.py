@@ -76,7 +76,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
     def test_top_k(self) -> None:
         """Exactly the k most likely tokens are left; 0, or more than there are, leaves all. Power: one token more or less is always detected, since
         each occurs in at least 2 % of 1,000 draws."""
-        for k in (0, 1, 2, 8, 19, 20, 50):
+        for k in (0, 1, 2, 8, 19, 20, 50, 2**32, 2**32 + 2):
             self.assert_support(SLOPE, RowSampling(top_k=k))
         self.assert_support(GENTLE, RowSampling(top_k=300), 6_000)
         for k in (1_500, 3_000):  # a third of the draws is of the last third of those that are left
@@ -196,6 +196,9 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
         own = exact.gather(1, ids[:, :1])
         expected = (1 + (exact > own).sum(-1)).tolist()
         require(ranks.tolist() == expected, f"the ranks of the sampled tokens are {expected}, found {ranks.tolist()}")
+        alone = self.bench([replace(rows[0], sampling=RowSampling(temperature=0.0, logprobs=0))]).sample().logprobs
+        shape = None if alone is None else list(alone.token_ids.shape)
+        require(shape == [1, 1], f"one row that asks for logprobs=0 must get the column of its token; the shape is {shape}")
 
     @check("sampler.logprobs_harmless", since="0.1", capability="logprobs")
     def test_logprobs_harmless(self) -> None:

@@ -43,10 +43,26 @@ class SamplerGraphs(SamplerSubject):
         )
         logits, plain = [0.0, 3.0, 2.5], RowSampling(temperature=0.0)
         for fields in more:
-            rows = [Row(logits, plain, (0,), (1, 1)), Row(logits, replace(plain, **fields), (0,), (1, 1))]
+            rows = [Row(logits, sampling, (0,), (1, 1)) for sampling in (plain, replace(plain, **fields), plain)]
             bench = self.bench(rows)
             if (capture := bench.sampler.capture_for(bench.host_rows)) is not None:
                 _require_same(rows, bench.captured(capture), bench.sample(), f"capture_for() said {capture.name} to {fields}: ")
+
+    @check("sampler.captured_again", since="0.2", capability="cuda_graph")
+    def test_captured_again(self) -> None:
+        """`sample_captured` called again returns the tokens of `sample` at that time: for the same rows, after `update`, after the history grew, and
+        for tied logits."""
+        bench, rows = self.capturable(mixed_rows(), Capture.TOKENS)
+        if not rows:
+            raise Untried("cuda_graph", f"capture_for() says TOKENS to no rows on {self.place}")
+        _require_captured_again(bench, rows, Capture.TOKENS)
+
+    @check("sampler.fully_captured_again", since="0.2", capability="cuda_graph_full")
+    def test_fully_captured_again(self) -> None:
+        """`sample_captured` with `FULL`, called again, returns all that `sample` does at that time, as in `sampler.captured_again`; also where rows
+        exchange their numbers of log-probabilities, and rules."""
+        bench, rows = self.fully_capturable([row for asked in (None, 0, 3) for row in _asking(mixed_rows()[::2], asked)])
+        _require_captured_again(bench, rows, Capture.FULL)
 
     @check("sampler.graph", since="0.1", capability="cuda_graph")
     def test_graph(self) -> None:
@@ -108,6 +124,20 @@ def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> No
     _require_same(rows, padded, expected, "followed by padding, ")
     ids = padded.token_ids[len(rows) :].tolist()
     require(all(0 <= token < VOCAB for token in ids), f"padding rows got {ids}, which isn't in the vocabulary")
+
+
+def _require_captured_again(bench: Bench, rows: Sequence[Row], capture: Capture) -> None:
+    """Call `sample_captured` again each time that something has changed, and require what `sample` gives then."""
+    bench.captured(capture)
+    _require_same(rows, bench.captured(capture), bench.sample(), "called again, ")
+    others = [replace(row, sampling=before.sampling) for row, before in zip(rows, [*rows[1:], rows[0]], strict=True)]
+    bench.sampler.update(bench.places, [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)])
+    _require_same(others, bench.captured(capture), bench.sample(), "called again after update(), ")
+    for place, row in zip(bench.places, others, strict=True):
+        bench.tell(place, row.prompt, (*row.output, 1))
+    _require_same(others, bench.captured(capture), bench.sample(), "called again with one more token in each row, ")
+    bench.logits = bench.logits.round()  # the columns of tied log-probabilities may have any order
+    _require_same(_asking(others, None), bench.captured(capture), bench.sample(), "called again with tied logits, ")
 
 
 def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:

@@ -115,13 +115,16 @@ class SamplerRequests(SamplerSubject):
     @check("sampler.read_only", since="0.1")
     def test_read_only(self) -> None:
         """The history, `rows` or `host_rows` was modified. The executor writes the history, after sampling; only logits may be overwritten."""
-        bench = self.bench(mixed_rows())
+        rows = mixed_rows()
+        bench = self.bench(rows, places=range(len(rows))[::-1])
         given = {name: getattr(bench.history, name) for name in ("token_ids", "num_tokens", "prompt_lens")}
         given |= {"rows": bench.rows, "host_rows": torch.from_numpy(bench.host_rows)}
         before = {name: values.clone() for name, values in given.items()}
         bench.sampler.sample(bench.logits, bench.rows, bench.host_rows)
         for name, values in given.items():
             require(torch.equal(values, before[name]), f"sample() changed {name}")
+        bench.sampler.capture_for(bench.host_rows)
+        require(torch.equal(given["host_rows"], before["host_rows"]), "capture_for() changed host_rows")
 
     @check("sampler.reused_rows", since="0.1")
     def test_reused_rows(self) -> None:
@@ -159,12 +162,18 @@ class SamplerRequests(SamplerSubject):
             for values in taken:
                 row = Row(fine.logits, RowSampling(seed=4, extra_args=values))
                 try:
-                    before, token, after = self.bench([fine, row, fine]).tokens()
+                    bench = self.bench([fine, row, fine, row])
+                    before, token, after, again = bench.tokens()
+                    bench.sampler.update([1], [(1, fine.sampling)])
+                    reused = bench.tokens([1])[0]
                 except Exception as error:
                     fail(f"extra_args {shown(dict(values))}: {describe(error)}", error)
                 require(0 <= token < 50, f"extra_args {shown(dict(values))}: token {token} came, of a vocabulary of 50")
                 told = f"extra_args {shown(dict(values))}: other rows got the tokens {before} and {after}; by themselves they get {alone}"
                 require(before == after == alone, told)
+                require(token == again, f"extra_args {shown(dict(values))}: two rows with the same parameters got the tokens {token} and {again}")
+                told = f"extra_args {shown(dict(values))}: the row's next request, without any, got token {reused}; by itself it gets {alone}"
+                require(reused == alone, told)
             require(len(taken) < len(JUNK), f"extra_args[{key!r}] takes every one of {len(JUNK)} values, from -1 and {{}} to 'x'")
 
 

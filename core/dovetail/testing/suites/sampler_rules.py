@@ -28,6 +28,8 @@ class SamplerRules(SamplerSubject):
         """Only these are sampled, even if the model gives them -inf; ids beyond the vocabulary are ignored."""
         self.assert_greedy(random_rows(lambda rng: {"allowed_token_ids": tuple(some_tokens(rng, 5)) or (3,)}))
         self.assert_greedy(rows_of_many(lambda tokens: {"allowed_token_ids": tuple(t for t in tokens if t < MANY // 2)}))
+        biases = (((1, -100.0), (2, -100.0)), ((2, -100.0),), ((0, 100.0), (2, -100.0)))
+        self.assert_greedy([Row([9.0, 1.0, 2.0, 8.0], RowSampling(temperature=0.0, allowed_token_ids=(1, 2), logit_bias=bias)) for bias in biases])
         excluded = [0.0, -np.inf, -np.inf, 0.0]
         rows = [Row(excluded, RowSampling(seed=s, allowed_token_ids=(1, 2, 99))) for s in range(64)]
         came = set(self.bench(rows).tokens())
@@ -43,6 +45,8 @@ class SamplerRules(SamplerSubject):
         said = [((0, 1, 2), ()), ((0, 1), (2,)), ((0,), (1, 2)), ((1, 2), ())]
         half = [((2,), ()), ((1, 2, 0), ()), ((0,), (2, 1)), ((0,), (2, 2)), ((0, 2), ())]
         self.assert_greedy([Row(wants_3, word, prompt, output) for prompt, output in said + half])
+        alike = RowSampling(temperature=0.0, bad_words=((1, 2, 3), (1, 2, 0), (1, 2)))
+        self.assert_greedy([Row(wants_3, alike, prompt, output) for prompt, output in said + half])
         long = RowSampling(temperature=0.0, bad_words=((0, 1, 2, 0, 1, 2, 0, 3),))
         self.assert_greedy([Row(wants_3, long, (first, 1, 2, 0, 1), (2, 0)) for first in (0, 1)])
         longer = RowSampling(temperature=0.0, bad_words=((*(0, 1, 2) * 20, 3),))
