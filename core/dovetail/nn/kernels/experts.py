@@ -516,11 +516,13 @@ def _sorted(
 
 def choice_for(tokens: int, per_token: int, gate_up: Stored, bytes_each: int = 2) -> Few | Many:
     """Return the tilings for this number of tokens with `per_token` experts each, and activations of `bytes_each`. Measured with
-    `bench.experts` on an H100, for 128 experts of 2,048 x 768."""
-    pairs, count = tokens * per_token, len(gate_up.values)
+    `bench.experts` on an H100, for 128 experts of 2,048 x 768; in MXFP4 for 32 of 2,880 x 2,880."""
+    pairs, count, inner = tokens * per_token, len(gate_up.values), gate_up.outputs // 2
     if tokens == 1 or 4 * pairs < count:  # an expert chosen by two tokens is then read twice
-        held = 2 * triton.next_power_of_2(gate_up.inputs)
-        return Few(FewTiling(1, min(8, max(1, held // 4096))), FewTiling(1, min(8, max(1, held // 4096))))
+        one = FewTiling(1, min(8, max(1, 2 * triton.next_power_of_2(gate_up.inputs) // 4096)))
+        if gate_up.kind == FP4 and inner <= 4096:  # more would not fit into registers
+            return Few(FewTiling(2, max(1, one.warps // 2)), FewTiling(4, 4))
+        return Few(one, FewTiling(8, 8) if gate_up.kind == FLOAT8 and inner <= 1024 else one)
     average = pairs / count  # places of an expert
     rows = 128 if average >= 128 else min(64, max(16, int(triton.next_power_of_2(ceil(2 * average)))))
     wide = 128 // (bytes_each // 2)  # what fits into shared memory
@@ -528,7 +530,8 @@ def choice_for(tokens: int, per_token: int, gate_up: Stored, bytes_each: int = 2
         return Many(Tiling(128, 128, wide // 2, 3, 8), Tiling(128, 128, wide // 2, 3, 4))
     if rows == 64:
         return Many(Tiling(64, 64, wide, 4, 4), Tiling(64, 128, wide // 2, 4, 4))
-    return Many(Tiling(rows, 64, wide, 4, 4), Tiling(rows, 64, wide, 4, 4))
+    stages = 3 if gate_up.kind in (FLOAT8, FP4) else 4
+    return Many(Tiling(rows, 64, wide, stages, 4), Tiling(rows, 64, wide, stages, 4))
 
 
 def experts(
