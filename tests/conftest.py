@@ -18,7 +18,7 @@ from tests.support import FULL
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-LONG = ("tests/test_interpreter.py", "server/test_processes.py", "structured/test_same_tokens.py")  # half a minute and more, and late in the alphabet
+LONG = ("test_interpreter.py", "server/test_processes.py", "structured/test_same_tokens.py")  # half a minute and more, and late in the alphabet
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
