@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dovetail.api.executor import QuantizationRef
-from dovetail.runtime.loading import load_model
+from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.parallel import SINGLE
 from dovetail_models import dovetail_quantizations
 from tests.models.oracle import CPU, MODELS, DenseAttention, executor_config
@@ -26,7 +26,7 @@ ALL = sorted(path.parent for path in (Path(__file__).parent / "quantized").glob(
 
 def loaded(directory: Path, group: Any = SINGLE, **settings: Any) -> Any:
     config = executor_config(directory, dtype="float32", **settings)
-    return load_model(directory, config, MODELS, DenseAttention, group, CPU, quantizations=QUANTIZATIONS)
+    return load_model(ModelPlan.of(config, MODELS, group, CPU, QUANTIZATIONS), config, DenseAttention, group, CPU)
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 @pytest.mark.parametrize("directory", ALL, ids=lambda path: path.name)
 def test_a_quantized_checkpoint_writes_what_its_dequantized_weights_do(directory: Path) -> None:
-    model = loaded(directory).module
+    model = loaded(directory)
     for expected in json.loads((directory / "expected.json").read_text())["greedy"]:
         assert greedy(model, expected["prompt"], len(expected["tokens"])) == expected["tokens"]
 
@@ -53,7 +53,7 @@ def test_a_quantized_checkpoint_writes_what_its_dequantized_weights_do(directory
 def test_weights_take_no_more_room_than_in_the_checkpoint(directory: Path) -> None:
     """Tensors that other libraries keep in 16 bits are in float32 here; nothing else of a layer may grow."""
     tensors = load_file(directory / "model.safetensors")
-    model = loaded(directory).module
+    model = loaded(directory)
     for name in ("q_proj", "k_proj", "v_proj"):
         assert any(f"{name}." in key for key in tensors)
     stored = sum(tensor.nbytes for key, tensor in tensors.items() if "_proj.weight" in key or "_proj.qweight" in key)

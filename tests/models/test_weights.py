@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from dovetail.errors import ModelLoadError
-from dovetail.runtime.loading import load_model
+from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.weights import dummy_weights, load_weights
 from tests.models.oracle import (
@@ -58,7 +58,8 @@ def saved(directory: Path, *, dtype: torch.dtype = torch.float32, shard: str = "
 
 
 def loaded(directory: Path, **settings: Any) -> Any:
-    return load_model(directory, executor_config(directory, **settings), MODELS, DenseAttention, SINGLE, CPU)
+    config = executor_config(directory, **settings)
+    return load_model(ModelPlan.of(config, MODELS, SINGLE, CPU), config, DenseAttention, SINGLE, CPU)
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -75,13 +76,14 @@ def test_a_saved_checkpoint_computes_what_it_did(tmp_path: Path, shard: str, dty
     theirs = saved(tmp_path, dtype=dtype, shard=shard, tie_word_embeddings=tied)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "1KB")
     ours = loaded(tmp_path)
-    assert (ours.dtype, ours.max_model_len, ours.vocab_size) == (torch.float32, 32, 11)
-    torch.testing.assert_close(run(ours.module, TOKENS)[1], run_reference(theirs, TOKENS)[1])
+    plan = ModelPlan.of(executor_config(tmp_path), MODELS, SINGLE, CPU)
+    assert (plan.dtype, plan.max_model_len, plan.vocab_size) == (torch.float32, 32, 11)
+    torch.testing.assert_close(run(ours, TOKENS)[1], run_reference(theirs, TOKENS)[1])
 
 
 def test_weights_take_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
     saved(tmp_path)
-    module = loaded(tmp_path, dtype="bfloat16").module
+    module = loaded(tmp_path, dtype="bfloat16")
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
 
 
@@ -158,7 +160,7 @@ class TestTiedHead:
     def test_may_be_there_instead_of_the_embedding(self, tmp_path: Path) -> None:
         theirs = saved(tmp_path, tie_word_embeddings=True)
         rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
-        torch.testing.assert_close(run(loaded(tmp_path).module, TOKENS)[1], run_reference(theirs, TOKENS)[1])
+        torch.testing.assert_close(run(loaded(tmp_path), TOKENS)[1], run_reference(theirs, TOKENS)[1])
 
     def test_that_differs_is_refused(self, tmp_path: Path) -> None:
         saved(tmp_path, tie_word_embeddings=True)
@@ -202,7 +204,7 @@ class TestDummyWeights:
 
     def test_need_no_files(self, tmp_path: Path) -> None:
         small(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-        module = loaded(tmp_path, load_format="dummy", seed=5).module
+        module = loaded(tmp_path, load_format="dummy", seed=5)
         again = build(small())
         dummy_weights(again, 5)
         assert torch.equal(module.head.weight, again.head.weight)

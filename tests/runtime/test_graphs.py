@@ -32,7 +32,7 @@ from dovetail.parts import find_parts
 from dovetail.registry.registry import Registry
 from dovetail.runtime import graphs as graphs_module
 from dovetail.runtime.graphs import Builder, Graphs, Kind, decode_builders, mixed_builders
-from dovetail.runtime.loading import load_model
+from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
@@ -84,10 +84,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
     assert (backend.tilings, backend.processors) == (HOPPER, 132)
     splitter, device = LayerSplitter(), torch.device("cpu")
     targets = tuple(model.ref() for model in parts.models)
-    model = load_model(tmp_path, config.executor_config(tmp_path), targets, splitter.wrap(backend.make_layer), SINGLE, device, None)
-    rows = RowState(MAX_ROWS, model.max_model_len, BLOCK_SIZE, device)
-    sampler = parts.sampler.ref().make(SamplerContext("cpu", model.vocab_size, rows.history))
-    runner = Runner(model.module, backend, sampler, rows, WallClock(), model.vocab_size)
+    asked = config.executor_config(tmp_path)
+    plan = ModelPlan.of(asked, targets, SINGLE, device)
+    model = load_model(plan, asked, splitter.wrap(backend.make_layer), SINGLE, device)
+    rows = RowState(MAX_ROWS, plan.max_model_len, BLOCK_SIZE, device)
+    sampler = parts.sampler.ref().make(SamplerContext("cpu", plan.vocab_size, rows.history))
+    runner = Runner(model, backend, sampler, rows, WallClock(), plan.vocab_size)
     for module in list(sys.modules.values()):  # but not where they come from: what is imported meanwhile would keep them
         for name in ("use_kernels", "has_many_rows"):
             if module.__name__.startswith("dovetail") and module is not available and hasattr(module, name):

@@ -16,9 +16,10 @@ import torch
 
 from dovetail.api.executor import Capacity
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.runtime import loading
 from dovetail.runtime import worker as worker_module
 from dovetail.runtime.attention_choice import ChosenAttention, choose_attention
-from dovetail.runtime.loading import LoadedModel, load_model
+from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.parallel import SINGLE, SingleGroup
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.worker import Worker
@@ -77,9 +78,9 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(chosen.backend, "allocate", lambda count: steps.append(f"pool of {count}") or allocate(count))
         return chosen
 
-    def make_runner(rank: Worker, model: LoadedModel, backend: Any, layout: Any, device: torch.device) -> Runner:
+    def make_runner(rank: Worker, plan: ModelPlan, model: Any, backend: Any, layout: Any, device: torch.device) -> Runner:
         steps.append("load")
-        runner = on_the_cpu(rank, model, backend, layout, CPU)
+        runner = on_the_cpu(rank, plan, model, backend, layout, CPU)
         runner.device = device
         return runner
 
@@ -87,8 +88,8 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Worker, "_make_runner", make_runner)
     monkeypatch.setattr(worker_module, "Graphs", Graphs)
     monkeypatch.setattr(worker_module, "choose_attention", choose)
-    monkeypatch.setattr(worker_module, "resolve_dtype", lambda *_: torch.float32)
-    monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:5], CPU))
+    monkeypatch.setattr(loading, "resolve_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:4], CPU))
     monkeypatch.setattr(worker_module, "peak_bytes", lambda runner, max_tokens: steps.append(f"profile {max_tokens} tokens") or 20 * BLOCK_BYTES)
     monkeypatch.setattr(gc, "freeze", lambda: steps.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: steps.append("unfreeze"))

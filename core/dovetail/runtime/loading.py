@@ -1,64 +1,115 @@
-"""Loads a model directory into a module with its weights. Executors call it once per rank."""
+"""Decides how a model is served (`ModelPlan`) and loads it. Each rank of an executor does both once."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
-from dovetail.api.model import BuildContext, LoadsItself, ParallelGroup
+from dovetail.api.model import BuildContext, LoadsItself, ModelArch, ParallelGroup
+from dovetail.errors import ConfigError, UnsupportedError
+from dovetail.nn.format.base import Quantization
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
 from dovetail.runtime.quantization import choose_quantization, place_weights
 from dovetail.runtime.weights import Progress, dummy_weights, load_weights
 
+log = logging.getLogger("dovetail")
 
-class LoadedModel(NamedTuple):
-    """A model that is ready to run."""
 
-    module: torch.nn.Module  # a `dovetail.api.model.CausalLM`
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What is decided about a model before any of its weights are read."""
+
+    arch: ModelArch
     config: Any  # transformers' PretrainedConfig
+    quantization: Quantization | None  # weight format of its linear layers; None: plain
     dtype: torch.dtype
     max_model_len: int  # tokens
-    vocab_size: int
-    quantization: str  # description of the weight format of its linear layers; "none" if plain
+    specs: list[LayerSpec]  # of this rank's share of the attention layers
+    cache_dtype: str | None  # of K and V; None: `dtype`
+
+    @classmethod
+    def of(
+        cls,
+        config: ExecutorConfig,
+        models: tuple[ComponentRef, ...],
+        group: ParallelGroup,
+        device: torch.device,
+        quantizations: tuple[QuantizationRef, ...] = (),
+    ) -> ModelPlan:
+        """Return the plan for the model in `config.model`, and log it.
+
+        Raises `ModelLoadError` for an unusable config file, `UnsupportedError` if no architecture in `models` can serve it on these ranks, or none of
+        `quantizations` its weights, and `ConfigError` if `config` contradicts the checkpoint or itself.
+        """
+        arch, hf_config = find_architecture(config.model, models)
+        quantization = choose_quantization(config.quantization, stored_as(config.model), quantizations, config.model)
+        if group.size > 1 and not arch.capabilities.tensor_parallel:
+            raise UnsupportedError(f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {group.size}")
+        dtype = resolve_dtype(config.dtype, hf_config, device)
+        specs = list(arch.layer_specs(hf_config, group))
+        if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
+            raise ConfigError("kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out")
+        cache_dtype = None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
+        plan = cls(arch, hf_config, quantization, dtype, resolve_max_model_len(config.max_model_len, hf_config), specs, cache_dtype)
+        if group.rank == 0:
+            log.info("model: %s", plan)
+        return plan
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as "bfloat16"."""
+        return _name(self.dtype)
+
+    @property
+    def quantization_name(self) -> str:
+        return "none" if self.quantization is None else str(self.quantization)
+
+    def __str__(self) -> str:
+        return (
+            f"{type(self.arch).__name__} in {self.dtype_name}, quantization {self.quantization_name}, {len(self.specs)} attention layers, K and V in "
+            f"{self.cache_dtype or self.dtype_name}, up to {self.max_model_len} tokens"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def load_model(
-    model_dir: str | Path,
+    plan: ModelPlan,
     config: ExecutorConfig,
-    models: tuple[ComponentRef, ...],
     make_attention: Callable[[LayerSpec], AttentionLayer],
     parallel: ParallelGroup,
     device: torch.device,
     progress: Progress | None = None,
-    quantizations: tuple[QuantizationRef, ...] = (),
     environment: str = "",
-) -> LoadedModel:
-    """Build the architecture that serves this directory and load its weights (random ones for `load_format: dummy`). `environment`: see
-    `BuildContext`; the quantization is added.
+) -> torch.nn.Module:
+    """Build the model that `plan` describes, a `dovetail.api.model.CausalLM`, and load its weights from `config.model` (random ones for
+    `load_format: dummy`). `environment`: see `BuildContext`; the quantization is added.
 
-    Raises `ModelLoadError` for unusable files, `UnsupportedError` if no architecture in `models` can serve the config, or none of `quantizations`
-    its weights, and `ConfigError` if `config.quantization` contradicts the checkpoint's.
+    Raises `ModelLoadError` for unusable files, and `UnsupportedError` if the architecture can't serve the config here.
     """
-    arch, hf_config = find_architecture(model_dir, models)
-    quantization = choose_quantization(config.quantization, stored_as(model_dir), quantizations, model_dir)
-    dtype = resolve_dtype(config.dtype, hf_config, device)
-    max_model_len = resolve_max_model_len(config.max_model_len, hf_config)
-    later = quantization is not None
-    built_for = f"{environment}, {'plain' if quantization is None else quantization}"
-    context = BuildContext(parallel, dtype, device, make_attention, max_len=max_model_len, weights_later=later, environment=built_for)
-    module = arch.build(hf_config, context)
-    if quantization is not None:
-        place_weights(module, quantization, device)
+    later = plan.quantization is not None
+    built_for = f"{environment}, {'plain' if plan.quantization is None else plan.quantization}"
+    context = BuildContext(parallel, plan.dtype, device, make_attention, max_len=plan.max_model_len, weights_later=later, environment=built_for)
+    module: torch.nn.Module = plan.arch.build(plan.config, context)
+    if plan.quantization is not None:
+        place_weights(module, plan.quantization, device)
     if isinstance(module, LoadsItself):
-        module.load_checkpoint(None if config.load_format == "dummy" else Path(model_dir), config.seed)
+        module.load_checkpoint(None if config.load_format == "dummy" else Path(config.model), config.seed)
     elif config.load_format == "dummy":
         dummy_weights(module, config.seed)
     else:
-        load_weights(module, model_dir, progress)
-    module.eval()
-    return LoadedModel(module, hf_config, dtype, max_model_len, int(hf_config.vocab_size), "none" if quantization is None else str(quantization))
+        load_weights(module, config.model, progress)
+    return module.eval()

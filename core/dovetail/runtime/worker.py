@@ -16,18 +16,16 @@ from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Resul
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup, VerifiesItself
 from dovetail.api.sampler import SamplerContext
-from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.errors import ConfigError, DovetailError
 from dovetail.nn.moe import Experts
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.graphs import Graphs
 from dovetail.runtime.kv_pool import kv_layout, pool_blocks
 from dovetail.runtime.kv_scales import CacheScales
-from dovetail.runtime.loading import LoadedModel, load_model
+from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.memory import readable_bytes
-from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
 from dovetail.runtime.profiling import peak_bytes
-from dovetail.runtime.quantization import choose_quantization
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
@@ -58,54 +56,41 @@ class Worker:
         `ConfigError` if there is no sampler, or if the pool can't hold one sequence of `max_model_len` tokens.
         """
         config = self.context.config
-        arch, hf_config = find_architecture(config.model, self.context.models)
-        choose_quantization(
-            config.quantization, stored_as(config.model), self.context.quantizations, config.model
-        )  # errors surface before anything is loaded
-        if self.group.size > 1 and not arch.capabilities.tensor_parallel:
-            raise UnsupportedError(
-                f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {self.group.size}"
-            )
-        dtype = str(resolve_dtype(config.dtype, hf_config, device)).removeprefix("torch.")
-        specs = arch.layer_specs(hf_config, self.group)
-        if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
-            raise ConfigError("kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out")
-        cache_dtype = None if config.kv_cache_dtype in ("auto", dtype) else config.kv_cache_dtype
-        chosen = choose_attention(self.context.attention, specs, str(device), dtype, config.block_size, cache_dtype)
-        layout = kv_layout(chosen.backend, specs, chosen.backend.context.block_size, cache_dtype or dtype)
+        plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
+        chosen = choose_attention(self.context.attention, plan.specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
+        layout = kv_layout(chosen.backend, plan.specs, chosen.backend.context.block_size, plan.cache_dtype or plan.dtype_name)
         if device.type == "cpu":  # before reading weights, so that errors surface at once
-            self._pool_blocks(layout, resolve_max_model_len(config.max_model_len, hf_config), num_blocks, device)
+            self._pool_blocks(layout, plan.max_model_len, num_blocks, device)
         splitter = LayerSplitter()
-        if cache_dtype is not None:
+        if plan.cache_dtype is not None:
             self._scales = CacheScales(device, calibrate=config.kv_cache_scales == "calibrate")
         scaled = chosen.backend.make_layer if self._scales is None else self._scales.wrap(chosen.backend.make_layer)
         make_layer, told = splitter.wrap(scaled), self.context.progress
         graphs = "graphs" if config.cuda_graphs else "no graphs"
         environment = f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
-        formats = self.context.quantizations
-        model = load_model(config.model, config, self.context.models, make_layer, self.group, device, told, formats, environment)
+        model = load_model(plan, config, make_layer, self.group, device, told, environment)
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
-        self.runner = self._make_runner(model, chosen.backend, layout, device)
+        self.runner = self._make_runner(plan, model, chosen.backend, layout, device)
         if device.type == "cuda":
             gc.collect()
             gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
         self._graphs = self._make_graphs(model, chosen.backend, splitter, device)
-        blocks = self._pool_blocks(layout, model.max_model_len, num_blocks, device)
+        blocks = self._pool_blocks(layout, plan.max_model_len, num_blocks, device)
         return Capacity(
             num_blocks=blocks,
             max_in_flight=2 if device.type == "cuda" else 1,
             layout=layout,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
+            vocab_size=plan.vocab_size,
+            max_model_len=plan.max_model_len,
             shared_prefix=chosen.backend.capabilities.shared_prefix,
             details={
                 "device": describe_device(device),
-                "dtype": dtype,
-                "quantization": model.quantization,
+                "dtype": plan.dtype_name,
+                "quantization": plan.quantization_name,
                 "attention": chosen.name,
                 **({} if self._scales is None else {"kv_cache": f"{layout.dtype}, scales {self._scales.source}"}),
-                "model": str(hf_config.architectures[0]),
+                "model": str(plan.config.architectures[0]),
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
                 "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
                 "kv_pool": readable_bytes(blocks * layout.bytes_per_block),
@@ -186,20 +171,20 @@ class Worker:
         self._failure = DovetailError(f"step {step} failed: {type(error).__name__}: {error}; requests in it: {requests or 'none'}")
         return self._failure
 
-    def _make_runner(self, model: LoadedModel, backend: AttentionBackend, layout: KVLayout, device: torch.device) -> Runner:
+    def _make_runner(self, plan: ModelPlan, model: torch.nn.Module, backend: AttentionBackend, layout: KVLayout, device: torch.device) -> Runner:
         if self.context.sampler is None:
             raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
-        rows = RowState(self.context.config.max_num_seqs, model.max_model_len, layout.block_size, device)
-        sampler = self.context.sampler.make(SamplerContext(str(device), model.vocab_size, rows.history))
+        rows = RowState(self.context.config.max_num_seqs, plan.max_model_len, layout.block_size, device)
+        sampler = self.context.sampler.make(SamplerContext(str(device), plan.vocab_size, rows.history))
         sampler.prepare(rows.max_rows)
-        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size)
+        return Runner(model, backend, sampler, rows, self.context.clock, plan.vocab_size)
 
     def _make_pool(self, num_blocks: int) -> None:
         config, runner = self.context.config, self._running()
         runner.backend.allocate(num_blocks)
         runner.backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, runner.rows.max_len)
 
-    def _make_graphs(self, model: LoadedModel, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> Graphs | None:
+    def _make_graphs(self, model: torch.nn.Module, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> Graphs | None:
         """Return the graphs to record, with compiled kernels; None if unsupported or disabled."""
         config = self.context.config
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
@@ -217,13 +202,13 @@ class Worker:
         return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
 
 
-def _num_parameters(model: LoadedModel) -> int:
-    return sum(map(_numbers, model.module.parameters()))
+def _num_parameters(model: torch.nn.Module) -> int:
+    return sum(map(_numbers, model.parameters()))
 
 
-def _parameters_of_a_token(model: LoadedModel) -> int:
+def _parameters_of_a_token(model: torch.nn.Module) -> int:
     """Return the number of parameters used per token: for a mixture, those of a few experts."""
-    mixtures = [module for module in model.module.modules() if isinstance(module, Experts)]
+    mixtures = [module for module in model.modules() if isinstance(module, Experts)]
     left_out = sum((1 - mixture.share_per_token) * sum(map(_numbers, mixture.placed_weights())) for mixture in mixtures)
     return _num_parameters(model) - round(left_out)
 
