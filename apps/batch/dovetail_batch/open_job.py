@@ -29,7 +29,7 @@ from dovetail_batch.shards import ANEW, Manifest, ShardStore, begin_anew, is_our
 from dovetail_batch.sources import Csv, Jsonl, OpenAIBatch, Source, unreadable
 
 SHOWN_FAILURES = 3
-TRIED = 100  # rows: if the first so many, or all, are invalid, the job is rejected
+TRIED = 100  # rows: a job is rejected if its first `TRIED` rows, or all if it has fewer, are invalid
 
 
 def digest(source: Source) -> str:

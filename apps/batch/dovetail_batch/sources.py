@@ -1,4 +1,4 @@
-"""Input files of jobs: `Source`, and its implementations for JSONL, CSV and OpenAI's batch format; `parquet` has the other.
+"""Input files of jobs: `Source`, and its implementations for JSONL, CSV and OpenAI's batch format. Parquet's is in `parquet`.
 
 Sources are streamed: `records` starts at any *position* that the source has returned before (bytes, or rows of Parquet).
 """

@@ -1,4 +1,4 @@
-"""Puts the parts together that `engine.yaml` names: find each, check that they go together, start the executor, make the rest around it.
+"""Assembles an engine from the components named in `engine.yaml`: resolves them, checks that they fit, starts the executor and makes the rest.
 
 Values that a request carries for a component (`extra`, `extra_args`) are validated here by the component's own pydantic model when the request
 arrives.

@@ -1,8 +1,7 @@
 """The process in which chat templates are rendered: `chat_rendering` starts it, and asks it through standard input and output, a line of JSON each.
 
-A template is a program, written by whoever made the model or sent the request. Jinja's sandbox keeps it from files and from Python's insides, but not
-from computing for ever or filling the memory, be it in a loop or in one operation of C. A process can be kept from both: this one has a bound on its
-memory, and a watchdog that ends it when its time is up.
+A template is an untrusted program: it comes with the model or the request. Jinja's sandbox denies access to files and to Python's internals, but
+can't limit time or memory. A process can: this one has a memory limit, and a watchdog that ends it after a timeout.
 
 It runs as a file of its own, without the rest of Dovetail, so that it starts in the time that it takes to import Jinja.
 """

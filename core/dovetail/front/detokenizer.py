@@ -3,10 +3,9 @@
 Two things hold text back: bytes of a character whose other bytes are to come, and a suffix that may turn out to begin a stop string. What has
 been released never changes, and with the flush it is the text that decoding all tokens at once gives.
 
-`StopStrings` finds the stop strings of a request in text that comes piece by piece: one automaton for all of them and all samples. It is that of Aho
-and Corasick ("Efficient string matching", Communications of the ACM 18, 1975): a character costs the same however many strings there are. A state is
-the longest suffix of the text so far that begins a stop string; where the text goes on otherwise than that string, the state's *fallback*, the next
-shorter such suffix, is tried.
+`StopStrings` finds a request's stop strings in streamed text with the automaton of Aho and Corasick ("Efficient string matching", Communications of
+the ACM 18, 1975): the cost of a character doesn't depend on the number of strings. A state is the longest suffix of the text that begins a stop
+string. On a mismatch the state's *fallback*, the next shorter such suffix, is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dovetail.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer
 
-START = 0  # the state of a text that ends in nothing of a stop string
+START = 0  # state without a partial match
 CONTEXT = 6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
 MAX_HELD = 8  # tokens held back as half a character; more are nonsense, and the first of them are released
 ENCODING = "utf-8", "surrogatepass"  # of text that is kept: a tokenizer written in Python may make half a surrogate pair of a token
@@ -31,7 +30,7 @@ MAX_HALF = 3  # tokens that half a character can have: one of four bytes less on
 
 
 class StopStrings:
-    """Made once a request, from one string or more, none of them empty; the samples keep their own states."""
+    """Automaton of one request's stop strings, of which none is empty. All samples share it and keep their own states."""
 
     __slots__ = ("_edges", "_fallback", "_found", "_held")
 
@@ -45,8 +44,8 @@ class StopStrings:
         self._link()
 
     def advance(self, state: int, text: str, stop: bool = True) -> tuple[int, int, int]:
-        """The state behind `text`, 0 and 0; or, if a stop string ends in it and `stop` is true, the state where the first does, the length of the
-        longest that ends there, and how many characters of `text` lie behind it."""
+        """Return (state, 0, 0) after `text`. If `stop` is true and a stop string ends in it: the state at the first such end, the length of the
+        longest one that ends there, and the number of characters of `text` after it."""
         edges, fallback, found = self._edges, self._fallback, self._found
         for place, char in enumerate(text, start=1):
             while (state, char) not in edges and state != START:
@@ -73,7 +72,7 @@ class StopStrings:
         self._found[state] = len(stop)
 
     def _link(self) -> None:
-        """Fallbacks, from short states to long ones; a state ends and begins whatever its fallback does, unless it has something longer."""
+        """Compute fallbacks, from short states to long ones. A state without a longer match inherits its fallback's `_found` and `_held`."""
         children: list[list[tuple[str, int]]] = [[] for _ in self._found]
         for (state, char), child in self._edges.items():
             children[state].append((char, child))

@@ -42,7 +42,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of sampl
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """From `generation_config.json`. None: the file is silent, and the neutral value holds.
+    """From `generation_config.json`. None: not set in the file, so the neutral value applies.
 
     `do_sample` isn't read: many models ship `false` beside a temperature, and a request that wants greedy decoding says `temperature=0`.
     """
@@ -57,7 +57,7 @@ class GenerationDefaults:
     @classmethod
     def read(cls, model_dir: Path, *, sampling: bool = True) -> GenerationDefaults:
         """Read a model directory. The EOS ids come from `config.json` if `generation_config.json` names none; without `sampling`, nothing but
-        `config.json` is read. Raises `ModelLoadError` for a file that isn't JSON or holds nonsense."""
+        `config.json` is read. Raises `ModelLoadError` for a file that isn't JSON or has invalid values."""
         path = model_dir / "generation_config.json"
         generation = _read_json(path) if sampling else {}
         values: dict[str, Any] = {name: generation.get(name) for name in _NUMBERS}

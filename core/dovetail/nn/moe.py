@@ -62,9 +62,8 @@ def choose(logits: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Layout of a checkpoint with all experts in one tensor. `interleaved`: gates and ups alternate. `transposed`: plain weights are [experts,
-    inputs,
-    outputs]."""
+    """Layout of a checkpoint with all experts in one tensor. `interleaved`: gates and ups alternate. `transposed`: plain weights are
+    [experts, inputs, outputs]."""
 
     interleaved: bool = False
     transposed: bool = False

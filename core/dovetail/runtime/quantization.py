@@ -26,8 +26,8 @@ def choose_quantization(
     """Return what reads a checkpoint whose `quantization_config` is `said`, if that is what is `asked` for; None if its weights are plain and stay
     so.
 
-    Raises `UnsupportedError` for a way of storing weights that nobody knows, or of which something isn't implemented, and `ConfigError` if another
-    one is asked for than the checkpoint has."""
+    Raises `UnsupportedError` for an unknown `quant_method` or an unsupported option of one, and `ConfigError` if `asked` contradicts the
+    checkpoint."""
     if not said:
         return None if asked is None else _quantizing(asked, installed)
     path, method = Path(model_dir) / "config.json", said.get(METHOD)

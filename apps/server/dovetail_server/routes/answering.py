@@ -1,4 +1,4 @@
-"""`prepare_chat`: the way of a chat request to the engine, the same for all APIs. `constrained`: a request's `Demand` as sampling parameters, once
+"""`prepare_chat`: submits a chat request to the engine, the same way for all APIs. `constrained`: a request's `Demand` as sampling parameters, once
 its prompt is known. `Answer`: the listener of APIs whose answers consist of parts."""
 
 from __future__ import annotations
