@@ -226,12 +226,30 @@ def test_mooncake_rows_wait_for_those_that_they_name(tmp_path: Path) -> None:
     assert load_trace(tmp_path / "t.jsonl").requests[2].after == ("x", "y")
 
 
+def test_mooncake_rows_without_a_name_have_ids_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(
+        rows(
+            {"request_id": "1", "session_id": "a", "timestamp": 0},
+            {"session_id": "b", "timestamp": 0},
+            {"session_id": "b", "delay": 7},
+            {"request_id": "_1", "session_id": "c", "wait_for": ["1"]},
+        )
+    )
+    first, unnamed, second, last = sorted(load_trace(tmp_path / "t.jsonl"), key=lambda one: (one.session, one.gap_s))
+    assert (first.id, last.id, last.after) == ("1", "_1", ("1",))
+    assert len({one.id for one in (first, unnamed, second, last)}) == 4
+    assert second.after == (unnamed.id,)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"hash_ids": [1, 2], "wait_for": ["later"]}, "2: column wait_for: expected request_ids of rows above, got 'later'"),
         ({"hash_ids": [1, 2], "wait_for": "x"}, "2: column wait_for: expected a list of request_ids, got 'x'"),
-        ({"session_id": "new", "delay": 1}, "2: column timestamp: expected this field"),
+        ({"session_id": "new"}, "2: column timestamp: expected this field"),
+        ({"session_id": "new", "delay": 1}, "2: column delay: needs wait_for, or a row above in its session and no timestamp"),
+        ({"session_id": "a", "timestamp": 9, "tool_wait_ms": 1}, "2: column tool_wait_ms: needs wait_for, or a row above"),
+        ({"hash_ids": [1, 2], "wait_for": ["0"]}, "2: column wait_for: expected request_ids of rows above, got '0'"),
         ({"session_id": "a", "delay": -1}, "2: column delay: expected a time in ms >= 0"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -21,40 +21,60 @@ def read_mooncake(source: Source) -> Contents:
     """Read Mooncake's trace (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens. Rows may belong to a `session_id` and wait for
     others, as in the traces of agents that AIPerf and Dynamo replay."""
     located: list[Located] = []
-    ids: dict[str, TraceRequest] = {}  # requests above, by id
+    named: dict[str, TraceRequest] = {}  # requests above, by `request_id`
     latest: dict[str, TraceRequest] = {}  # the latest of each session
-    for number, row in enumerate(json_rows(source)):
-        request = _in_session(row, replace(_mooncake(row), id=str(number)), ids, latest)
+    rows = list(json_rows(source))
+    names = {_name(row, "request_id") for row in rows}
+    for number, row in enumerate(rows):
+        name = _name(row, "request_id")
+        request = _in_session(row, replace(_mooncake(row), id=name or _free_id(number, names)), named, latest)
         located.append(Located(row.line, request))
-        ids[request.id] = request
+        if name:
+            named[name] = request
         if request.session is not None:
             latest[request.session] = request
     followers = closed_loop_note([one.request for one in located])
     return Contents(located, followers)
 
 
-def _in_session(row: JsonObject, request: TraceRequest, ids: Mapping[str, TraceRequest], latest: Mapping[str, TraceRequest]) -> TraceRequest:
-    """Return the request with its id, its session, and the requests above that it waits for: those of `wait_for`, or without a `timestamp` the one
-    before in its session."""
+def _name(row: JsonObject, field: str) -> str | None:
+    value = row.values.get(field)
+    return None if value is None else str(value)
+
+
+def _free_id(number: int, names: Set[str | None]) -> str:
+    """Return an id for an unnamed row: its number, after as many underscores as make it differ from all names."""
+    id = str(number)
+    while id in names:
+        id = f"_{id}"
+    return id
+
+
+def _in_session(row: JsonObject, request: TraceRequest, named: Mapping[str, TraceRequest], latest: Mapping[str, TraceRequest]) -> TraceRequest:
+    """Return the request with its session, and the requests above that it waits for: those of `wait_for`, or without a `timestamp` the one before in
+    its session."""
     values = row.values
-    id, session = (None if values.get(name) is None else str(values[name]) for name in ("request_id", "session_id"))
+    session = _name(row, "session_id")
     after = values.get("wait_for") or []
     if not isinstance(after, list) or not all(isinstance(one, str | int) for one in after):
         raise row.source.error(f"expected a list of request_ids, got {shown(after)}", row.line, "wait_for")
-    if "timestamp" not in values and not after and session is not None and session in latest:
-        after = [latest[session].id]
     for one in map(str, after):
-        if one not in ids:
+        if one not in named:
             raise row.source.error(f"expected request_ids of rows above, got {shown(one)}", row.line, "wait_for")
-    gap = sum(row.seconds(name, "ms") for name in ("delay", "tool_wait_ms") if values.get(name) is not None) if after else 0.0
-    earliest = max((ids[str(one)].arrival_time for one in after), default=0.0) + gap
+    waits = [named[str(one)] for one in after]
+    if "timestamp" not in values and not after and session is not None and session in latest:
+        waits = [latest[session]]
+    gaps = {name: row.seconds(name, "ms") for name in ("delay", "tool_wait_ms") if values.get(name) is not None}
+    for name, gap in gaps.items():
+        if gap and not waits:
+            raise row.source.error("needs wait_for, or a row above in its session and no timestamp", row.line, name)
+    total = sum(gaps.values())
     return replace(
         request,
-        id=id or request.id,
         session=session,
-        after=tuple(map(str, after)),
-        gap_s=gap,
-        arrival_time=earliest if after else row.seconds("timestamp", "ms"),
+        after=tuple(one.id for one in waits),
+        gap_s=total,
+        arrival_time=max(one.arrival_time for one in waits) + total if waits else row.seconds("timestamp", "ms"),
     )
 
 
