@@ -141,6 +141,16 @@ def test_figures_without_values_are_kept(tmp_path: Path, made_up: list[BoardRun]
     assert Results(tmp_path).of(entry, BoardRun("fcfs", "chat", 1)) is None
 
 
+def test_runs_with_other_figures_are_made_again(tmp_path: Path, made_up: list[BoardRun]) -> None:
+    [entry], run = entries(["fcfs"]), BoardRun("fcfs", "chat", 0)
+    Results(tmp_path).add(entry, run, figures())
+    row = json.loads((tmp_path / "runs.jsonl").read_text())
+    (tmp_path / "runs.jsonl").write_text(json.dumps({**row, "figures": {**row["figures"], "energy": 1.0}}) + "\n")
+    assert Results(tmp_path).of(entry, run) is None
+    Results(tmp_path).add(entry, run, figures(0.7))
+    assert Results(tmp_path).of(entry, run) == figures(0.7)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -155,6 +165,6 @@ def test_wrong_options_are_named(tmp_path: Path, options: tuple[str, str], messa
 
 
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs.jsonl").write_text('{"board": 1}\n')
+    (tmp_path / "runs.jsonl").write_text("[1]\n")
     with pytest.raises(ConfigError, match=r"runs.jsonl:1: no result of a leaderboard"):
         Results(tmp_path)

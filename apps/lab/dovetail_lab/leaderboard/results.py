@@ -14,18 +14,19 @@ from dovetail_lab.leaderboard.board import VERSION, BoardRun, Entry, Figures, fi
 
 FILE = "runs.jsonl"
 
-Key = tuple[str, str, str, int, str]
+KEYS = ("scheduler", "digest", "trace", "seed", "requests")
+FIGURES = frozenset(field.name for field in fields(Figures))
 
 
 class Results:
-    """The results in `folder`, which must exist. Runs of another board, another version of a scheduler or other requests are ignored.
+    """The results in `folder`, which must exist. Runs of another board, another version of a scheduler, other requests or other figures are ignored.
 
-    Raises `ConfigError` for a file that isn't such results. An incomplete last line, left by a killed process, is dropped.
+    Raises `ConfigError` unless each line is a JSON object. An incomplete last line, left by a killed process, is dropped.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._figures: dict[Key, Figures] = {}
+        self._figures: dict[str, Figures] = {}
         try:
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
             whole = text[: text.rfind("\n") + 1]
@@ -39,12 +40,14 @@ class Results:
     def _read(self, number: int, line: str) -> None:
         try:
             row = json.loads(line)
-            if row["board"] != VERSION:
-                return
-            values: dict[str, Any] = {name: math.nan if value is None else value for name, value in row["figures"].items()}
-            self._figures[row["scheduler"], row["digest"], row["trace"], row["seed"], row["requests"]] = Figures(**values)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{self._path}:{number}: no result of a leaderboard: move the file away, or choose another --out") from None
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{self._path}:{number}: no result of a leaderboard: move the file away, or choose another --out")
+        figures = row.get("figures")
+        if row.get("board") == VERSION and isinstance(figures, dict) and figures.keys() == FIGURES:
+            values: dict[str, Any] = {name: math.nan if value is None else value for name, value in figures.items()}
+            self._figures[json.dumps([row.get(name) for name in KEYS])] = Figures(**values)
 
     def of(self, entry: Entry, run: BoardRun) -> Figures | None:
         """Return the figures of a run, or None if it hasn't been made."""
@@ -53,8 +56,7 @@ class Results:
     def add(self, entry: Entry, run: BoardRun, figures: Figures) -> None:
         """Add a run and write it. Raises `ConfigError` if the file can't be written."""
         self._figures[_key(entry, run)] = figures
-        names = ("scheduler", "digest", "trace", "seed", "requests")
-        row = {"board": VERSION, **dict(zip(names, _key(entry, run), strict=True)), "figures": dict(_plain(figures))}
+        row = {"board": VERSION, **dict(zip(KEYS, _values(entry, run), strict=True)), "figures": dict(_plain(figures))}
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -62,7 +64,12 @@ class Results:
             raise ConfigError(f"{self._path}: can't be written: {error.strerror}") from None
 
 
-def _key(entry: Entry, run: BoardRun) -> Key:
+def _key(entry: Entry, run: BoardRun) -> str:
+    return json.dumps(_values(entry, run))
+
+
+def _values(entry: Entry, run: BoardRun) -> tuple[str | int, ...]:
+    """Return the values of `KEYS`."""
     return entry.name, entry.digest, run.trace, run.seed, fingerprint(run.trace, run.seed)
 
 
