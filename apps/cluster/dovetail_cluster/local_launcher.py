@@ -25,6 +25,7 @@ from dovetail_server.command import NULL, option_name
 from dovetail_server.settings import API_KEYS_VARIABLE
 
 QUIET = {"log_requests": False}  # health checks would fill the log
+LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LAST_LINES = 5  # of a replica's log, reported when it ends
 ENDS_S = 10.0  # that a killed process may take to end
@@ -130,7 +131,7 @@ class LocalLauncher:
             raise DovetailError(f"no {self._settings.gpus} GPUs are free")
         environment = {**keys_variable(self._keys), **({VISIBLE: ",".join(gpus)} if gpus else {})}
         try:
-            replica = ServerProcess(name, serve_command(self._settings, "127.0.0.1"), environment, gpus)
+            replica = ServerProcess(name, serve_command(self._settings, LOOPBACK), environment, gpus)
         except OSError as error:
             raise DovetailError(f"its process can't be started: {error.strerror or error}") from None
         self._replicas.append(replica)

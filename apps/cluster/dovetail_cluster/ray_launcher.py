@@ -11,11 +11,10 @@ from typing import Any
 
 from dovetail.errors import ConfigError, MissingExtraError
 from dovetail_cluster.interfaces import Replica, ReplicaStatus
-from dovetail_cluster.local_launcher import ServerProcess, keys_variable, serve_command
+from dovetail_cluster.local_launcher import LOOPBACK, ServerProcess, keys_variable, serve_command
 from dovetail_cluster.settings import ClusterSettings
 
 AUTH_MODE = "RAY_AUTH_MODE"
-LOOPBACK = "127.0.0.1"
 
 
 class ServerActor:
@@ -23,7 +22,7 @@ class ServerActor:
 
     def __init__(self, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> None:
         read = ClusterSettings.model_validate(settings)
-        host = "127.0.0.1" if read.ray.listen == "loopback" else _address_of_node()
+        host = LOOPBACK if read.ray.listen == "loopback" else _address_of_node()
         self._process = ServerProcess(name, serve_command(read, host), keys_variable(api_keys))
 
     def look(self) -> ReplicaStatus:

@@ -82,10 +82,10 @@ def compare(
     ]
     if out is not None:
         make_folder(out)
-    for job in todo[: len(configs) * seeds]:
+    nominal = len(configs) * seeds  # runs with the step times as they are
+    for job in todo[:nominal]:
         job.check()
     done = list(run_all(todo, keep, cores(jobs), "compare"))
-    nominal = len(configs) * seeds
     if decisions:
         done[:nominal] = map(_without_log, done[:nominal])
     by_scenario = [

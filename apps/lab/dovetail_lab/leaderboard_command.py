@@ -13,7 +13,6 @@ from dovetail_lab.experiment_options import Jobs, cores, need, shown_command, wi
 from dovetail_lab.writing import make_folder
 
 if TYPE_CHECKING:
-    from dovetail_lab.leaderboard.board import Figures
     from dovetail_lab.leaderboard.standings import Standing
 
 
@@ -29,7 +28,7 @@ def leaderboard(
     from dovetail_lab.leaderboard import board
     from dovetail_lab.leaderboard.results import Results
     from dovetail_lab.leaderboard.standings import rank
-    from dovetail_lab.planned_runs import run_all
+    from dovetail_lab.planned_runs import keep, run_all
     from dovetail_lab.report.leaderboard_page import Board, write_leaderboard
 
     if seeds < 2:
@@ -46,7 +45,7 @@ def leaderboard(
     if len(todo) < len(planned):
         typer.echo(f"{len(planned) - len(todo)} of {len(planned)} runs are in {out} already")
     failures: dict[str, str] = {}
-    for (entry, run), made in zip(todo, run_all([run for _, run in todo], _same, cores(jobs), "leaderboard"), strict=True):
+    for (entry, run), made in zip(todo, run_all([run for _, run in todo], keep, cores(jobs), "leaderboard"), strict=True):
         if isinstance(made, str):
             failures.setdefault(entry.name, f"{run.trace}, seed {run.seed}: {made}")
         else:
@@ -62,10 +61,6 @@ def leaderboard(
     typer.echo(f"written: {write_leaderboard(page, out)[0]}")
 
 
-def _same(made: Figures | str) -> Figures | str:
-    return made
-
-
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -77,7 +72,7 @@ def _names(text: str) -> tuple[str, ...]:
 def print_standings(standings: Sequence[Standing], traces: Sequence[str], seeds: int, failures: dict[str, str]) -> None:
     from rich.table import Table
 
-    from dovetail_lab.leaderboard.standings import ALL
+    from dovetail_lab.leaderboard.standings import ALL, CONFIDENCE
     from dovetail_lab.report.leaderboard_page import score_text
 
     table = Table("group", "scheduler", ALL, *traces, box=None, pad_edge=False)
@@ -88,6 +83,7 @@ def print_standings(standings: Sequence[Standing], traces: Sequence[str], seeds:
         table.add_row(str(scores[0].group), standing.entry.name, *map(score_text, scores))
     console = wide_console()
     console.print(table)
-    console.print(f"per cent of requests in time, averaged over clients; 95 % intervals over {seeds} seeds; * not measurably worse than the best")
+    level = f"{100 * CONFIDENCE:g} %"
+    console.print(f"per cent of requests in time, averaged over clients; {level} intervals over {seeds} seeds; * not measurably worse than the best")
     for name, why in failures.items():
         console.print(f"failed: {name}: {why}")

@@ -85,8 +85,8 @@ def cached_workload(text: str, options: WorkloadOptions) -> Trace:
     return load_workload(text, options)
 
 
-def keep(run: RunResult) -> RunResult:
-    """Return the run unchanged: a `make` for `run_all`."""
+def keep(run: Made) -> Made:
+    """Return what a run made, unchanged: a `make` for `run_all`."""
     return run
 
 

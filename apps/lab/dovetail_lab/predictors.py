@@ -56,15 +56,11 @@ class Bucket(Predictor):
         return max(1, round(middle))
 
 
-class Refined(Predictor):
+class Refined(Noisy):
     """Starts like `noisy`. After each `every` generated tokens, the remaining tokens are estimated again with an independent error, and the errors
     so far are averaged: the error falls as the answer grows. An example is TRAIL (Shahout et al., ICLR '25, arXiv:2410.01035)."""
 
-    sigma: float = Field(default=0.5, ge=0, le=10)
     every: int = Field(default=16, ge=1)
-
-    def guess(self, tokens: int, first: float, second: float) -> int:
-        return max(1, round(tokens * math.exp(self.sigma * NormalDist().inv_cdf(first))))
 
     def renewed(self, tokens: int, generated: int, errors: Sequence[float]) -> int:
         """Return the prediction after `generated` tokens. `errors`: standard normal, one for each estimate so far."""

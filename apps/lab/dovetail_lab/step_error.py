@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dovetail import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail_lab.compare import Comparison, Line, signed_per_cent
+from dovetail_lab.digits import per_cent
 from dovetail_lab.planned_runs import simulated_options
 from dovetail_lab.step_profile import StepTimeProfile
 
@@ -42,8 +43,8 @@ class StepErrors:
     def words(self) -> str:
         """Return the errors: "3.0 %", or by engine if they differ."""
         if len(set(self.of.values())) == 1:
-            return _share(next(iter(self.of.values())))
-        return ", ".join(f"{_share(error)} ({name})" for name, error in self.of.items())
+            return per_cent(next(iter(self.of.values())))
+        return ", ".join(f"{per_cent(error)} ({name})" for name, error in self.of.items())
 
     def scaled(self, engines: Mapping[str, EngineConfig], *, longer: bool) -> dict[str, EngineConfig]:
         """Return the engines with all steps longer by their error, or shorter by the same factor."""
@@ -113,7 +114,7 @@ class Repeated:
                 if max(map(abs, moves)) > NEAR_SATURATION * math.log1p(self.errors.of[name]) > 0:
                     low, high = (signed_per_cent(math.expm1(move)) for move in moves)
                     yield (
-                        f"{name} is near saturation: with every step {_share(self.errors.of[name])} shorter or longer its mean {label} changes by "
+                        f"{name} is near saturation: with every step {per_cent(self.errors.of[name])} shorter or longer its mean {label} changes by "
                         f"{low} or {high}, so its latencies at this load are uncertain: compare at a lower rate too (--scale-rate)"
                     )
                     break
@@ -139,7 +140,3 @@ def _mean(comparison: Comparison, name: str, metric: str) -> float:
 
 def _with_steps(found: Mapping[str, Sequence[str]]) -> str:
     return ", ".join(f"{what} with {' and '.join(steps)} steps" for what, steps in found.items())
-
-
-def _share(error: float) -> str:
-    return f"{100 * error:.1f} %"
