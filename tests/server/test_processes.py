@@ -356,10 +356,9 @@ def test_a_signal_while_it_starts_ends_it(start: Callable[..., Server]) -> None:
     until(lambda: not server.left([*pids, *server.children()]), "nothing is left")
 
 
-def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(
-    server: Server, start: Callable[..., Server]
-) -> None:
-    front_end = server.children("front_end")[0]
+def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(start: Callable[..., Server]) -> None:
+    server = start(toy=TOY)
+    [front_end] = server.children("front_end")
     children = Path(f"/proc/{front_end}/task").glob("*/children")
     started = [word for entry in children for word in entry.read_text().split()]
     assert any("chat_worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started)
