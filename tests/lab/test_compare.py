@@ -33,7 +33,7 @@ def with_own_traffic(factor: float, seed: int) -> RunResult:
 
 def test_the_same_runs_are_said_to_be_the_same() -> None:
     same = [run_of_ttfts(ttfts())]
-    assert compared(same, same).versus[0].verdict == "B does what A does: no measurable difference, every token came at the same time"
+    assert compared(same, same).versus[0].verdict == "B behaves exactly like A: no measurable difference, every token came at the same time"
 
 
 def test_a_cut_is_reported_with_its_interval_and_what_doesnt_differ_without() -> None:
@@ -82,7 +82,7 @@ def test_what_the_footer_calls_too_narrow_is_no_finding(seeds: int) -> None:
     line = found.versus[0].line("ttft", "p99")
     assert (line.change.measurable, line.measurable, line.better) == (True, False, None)
     assert line.outcome == "runs too short to tell"
-    assert re.match(r"B against A: mean TTFT \+\d+.\d %, p99 TTFT .*: these runs are too short to tell it from luck; ", found.versus[0].verdict)
+    assert re.match(r"B against A: mean TTFT \+\d+.\d %, p99 TTFT .*: these runs are too short to rule out chance; ", found.versus[0].verdict)
     assert not re.search("cuts|raises|makes", found.versus[0].verdict)
 
 
@@ -156,7 +156,7 @@ def test_each_is_compared_with_the_first_and_all_intervals_are_counted() -> None
     base = ttfts()
     found = compare({name: [run_of_ttfts(factor * base)] for name, factor in {"A": 1, "B": 2, "C": 3}.items()}, resamples=100)
     assert [(versus.base, versus.other) for versus in found.versus] == [("A", "B"), ("A", "C")]
-    assert found.caution.startswith("32 intervals, each of 95 %: were there no differences at all, about 1.6 would")
+    assert found.caution.startswith("32 intervals, each of 95 %: without any differences, about 1.6 would")
 
 
 def test_shares_of_requests_leave_out_ties() -> None:

@@ -1,7 +1,7 @@
-"""`compare`: the changes from one policy to another on the same requests, with their certainty and a verdict in words.
+"""`compare`: compares policies on the same requests, with confidence intervals and a verdict in words.
 
-Every policy gets the same trace, the same seeds and the same predictions of lengths; so requests can be paired. `statistics` has the intervals and
-`docs/lab/compare.md` what they mean.
+All policies get the same trace, seeds and predicted lengths, so requests can be paired. `statistics` computes the intervals; `docs/lab/compare.md`
+explains them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 PER_REQUEST = ("ttft", "tpot", "e2e")  # latencies with one value a request; inter-token latencies are a pool of all
 STATISTICS = (MEAN, P50, P90, P99)
 RATES = {"output_rate": "output tokens/s", "request_rate": "requests/s"}  # metrics with one number a run; more is better
-CLEARLY = 0.01  # larger than another change: by a percentage point
+CLEARLY = 0.01  # by which a change must exceed others to be the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Line:
     metric: str
     statistic: str  # "" if the metric is one number a run
     change: Change
-    holds: bool = True  # False: the interval is known to be too narrow, so nothing is concluded from it if it leaves out zero
+    holds: bool = True  # False: the interval is known to be too narrow, so excluding zero proves nothing
 
     @property
     def measurable(self) -> bool:
@@ -70,7 +70,7 @@ class Line:
 
     @property
     def size(self) -> float:
-        """The size of the change; halving is as much as doubling."""
+        """The size of the change as |log(after / before)|: halving is as large as doubling."""
         return abs(math.log1p(self.change.relative)) if self.change.relative > -1 else math.inf
 
     @property
@@ -136,7 +136,7 @@ class Versus:
         if not self.compared:
             return f"{self.other} can't be compared with {self.base}: no request was completed by both"
         if self.identical:
-            return f"{self.other} does what {self.base} does: no measurable difference, every token came at the same time"
+            return f"{self.other} behaves exactly like {self.base}: no measurable difference, every token came at the same time"
         lines = list(self.headlines())
         found = [line.finding for line in lines if line.measurable]
         undecided = [line.bare for line in lines if line.change.measurable and not line.holds]
@@ -144,7 +144,7 @@ class Versus:
         bare = [line.bare for line in lines if math.isnan(line.change.low) and not math.isnan(line.change.a)]
         parts = [", ".join(found)] if found else []
         if undecided:
-            parts.append(f"{', '.join(undecided)}: these runs are too short to tell it from luck")
+            parts.append(f"{', '.join(undecided)}: these runs are too short to rule out chance")
         if same:
             parts.append(f"no measurable difference in {_listed(same)}")
         if bare:
@@ -176,8 +176,8 @@ class Comparison:
         by_chance = intervals * (1 - self.method.confidence)
         together = 1 - (1 - self.method.confidence) / max(intervals, 1)
         return (
-            f"{intervals} intervals, each of {100 * self.method.confidence:g} %: were there no differences at all, about {by_chance:.1f} would still "
-            f"leave out zero. For all to hold together: --confidence {together:.5f} (Bonferroni)."
+            f"{intervals} intervals, each of {100 * self.method.confidence:g} %: without any differences, about {by_chance:.1f} would still "
+            f"exclude zero. For all to hold jointly: --confidence {together:.5f} (Bonferroni)."
         )
 
 
@@ -230,14 +230,14 @@ def check_same_requests(base: str, base_runs: Sequence[RunResult], other: str, o
 
 
 def _request(record: RequestRecord) -> tuple[object, ...]:
-    """Return what must be equal under all policies. A request of a closed loop arrives when the policy lets it."""
+    """Return the values that must be equal under all policies. Arrivals in a closed loop depend on the policy and are left out."""
     names = ("id", "client", "prompt_tokens", "true_tokens", "max_tokens", "predicted_tokens", "priority", "session", "waited")
     times = () if record.waited else (record.arrival_s, record.deadline_s)
     return (*(getattr(record, name) for name in names), *times)
 
 
 def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) -> list[Pairs]:
-    """Pair each run's values, to the nanosecond: what lies below is the rounding of sums, which mustn't look like a difference."""
+    """Pair each run's values, rounded to the nanosecond so that rounding errors of sums don't count as differences."""
     runs = list(zip(base, other, strict=True))
     if metric in PER_REQUEST:
         return [Pairs.of(*(np.round(per_request(side, metric), 9) for side in sides)) for sides in runs]
@@ -245,7 +245,7 @@ def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) 
 
 
 def _method(policies: Sequence[Sequence[RunResult]], lengths: Sequence[BlockLength], resamples: int, confidence: float, seed: int) -> Method:
-    """Choose what to draw: whole runs, if seeds give enough runs of different traffic; else blocks of consecutive requests."""
+    """Choose what to resample: whole runs if enough seeds have different traffic, otherwise blocks of consecutive requests."""
     runs, level = policies[0], f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of "
     same_traffic = all(_traffic(run) == _traffic(runs[0]) for run in runs)
     if len(runs) >= MIN_SEEDS and not same_traffic:
@@ -259,11 +259,11 @@ def _method(policies: Sequence[Sequence[RunResult]], lengths: Sequence[BlockLeng
         reason = f", because {len(runs)} seed{'s are' if len(runs) > 1 else ' is'} too few to draw among ({MIN_SEEDS} or more do)"
     else:
         reason = ", because there is one run to draw from"
-    block = f"blocks of {length} requests that follow each other" if length > 1 else "single requests, which show no memory"
+    block = f"blocks of {length} consecutive requests" if length > 1 else "single requests, which are uncorrelated"
     says = f"{level}{block} ({draws.units} in a run){reason}"
     remedy = f"a longer trace, or --seeds {MIN_SEEDS} or more" if new_traffic else "a longer trace"
     warnings = {
-        f"the runs are too short for how long some latencies remember, so that their intervals are too narrow: use {remedy}": any(
+        f"some latencies are correlated for too long for runs this short, so their intervals are too narrow: use {remedy}": any(
             length.capped for length in lengths
         ),
         "every seed gave the same runs: one would do": len(runs) > 1
@@ -342,6 +342,6 @@ def _interval(change: Change) -> str:
 
 
 def _tenths(share: float) -> str:
-    """Return a signed percentage with one decimal; what rounds to nothing has no sign."""
+    """Return a signed percentage with one decimal; a value that rounds to zero has no sign."""
     tenths = round(100 * share, 1)
     return f"{tenths:+.1f}" if tenths else "0.0"

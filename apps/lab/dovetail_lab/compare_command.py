@@ -37,15 +37,15 @@ def compare(
     routed: ReplicaOptions,
     seeds: Seeds = 1,
     out: Out = None,
-    confidence: Annotated[float, typer.Option("--confidence", help="Of each interval.")] = 0.95,
-    resamples: Annotated[int, typer.Option("--resamples", help="Of the bootstrap.")] = 2_000,
+    confidence: Annotated[float, typer.Option("--confidence", help="Confidence level of each interval.")] = 0.95,
+    resamples: Annotated[int, typer.Option("--resamples", help="Number of resamples of the bootstrap.")] = 2_000,
     decisions: Annotated[bool, typer.Option("--decisions", help="Write a log of decisions of each run, for Perfetto, into --out.")] = False,
     step_time_error: Annotated[
         float | None,
         typer.Option(
             "--step-time-error",
             metavar="SHARE",
-            help="Repeat the comparison with all steps longer and shorter by this share; 0 doesn't.  [default: the error that the step times state]",
+            help="Repeat the comparison with all steps longer and shorter by this share; 0: don't.  [default: the error that the step times state]",
         ),
     ] = None,
     keep_runs: Annotated[bool, typer.Option("--keep-runs", help="Write each run into --out, for `dovetail lab report`.")] = False,

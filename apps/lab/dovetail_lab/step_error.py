@@ -14,7 +14,7 @@ from dovetail_lab.digits import per_cent
 from dovetail_lab.planned_runs import simulated_options
 from dovetail_lab.step_profile import StepTimeProfile
 
-NEAR_SATURATION = 5.0  # a mean that changes more than this times as much as the steps do (in logarithms): see `Repeated.warnings`
+NEAR_SATURATION = 5.0  # ratio of a mean's change to that of the steps, in logarithms, above which `Repeated.warnings` warns
 FACTOR_KEY = "executor.step_time_factor"
 
 
@@ -102,8 +102,8 @@ class Repeated:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """Yield a warning for each engine near saturation: its mean TTFT or E2E changes by far more than its steps do. There waiting grows without
-        bound, so that small errors of step times decide."""
+        """Yield a warning for each engine near saturation: its mean TTFT or E2E changes by far more than its steps do. Queues grow without
+        bound there, so small errors of step times dominate."""
         names = [*dict.fromkeys([self.nominal.versus[0].base, *(versus.other for versus in self.nominal.versus)])]
         for name in names:
             for metric, label in (("ttft", "TTFT"), ("e2e", "E2E")):
