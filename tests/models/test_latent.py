@@ -14,8 +14,10 @@ from transformers import DeepseekV3Config, Glm4MoeLiteConfig
 
 from dovetail.api.attention import AttentionContext
 from dovetail.api.component import NoOptions
-from dovetail.errors import ModelLoadError
+from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.format.fp8 import Fp8
 from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.quantization import place_weights
 from dovetail.runtime.weights import load_weights
 from dovetail.testing import ModelSuite
 from dovetail.testing.suites.model_configs import OF_LATENTS, TINY
@@ -24,7 +26,7 @@ from dovetail_models.deepseek import DeepseekV3
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
 from tests.e2e.test_equal_to_transformers import random_prompts
 from tests.models.configs import latent_configs
-from tests.models.oracle import FakeGroup, arch_of, build, checkpoint_tensors, reference, run_reference
+from tests.models.oracle import CPU, FakeGroup, arch_of, build, checkpoint_tensors, reference, run_reference
 from tests.models.oracle import run as forward
 from tests.models.test_decoders import a_pair, assert_close, some_tokens
 from tests.support import examples
@@ -101,6 +103,8 @@ def test_only_layers_that_predict_further_tokens_are_skipped(layer: int, skipped
         ({"n_group": 4}, "n_group"),  # groups of one expert, of which the best two count
         ({"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}, "topk_group"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok"),
+        ({"mlp_layer_types": ["sparse"] * 2}, "mlp_layer_types"),
         ({"num_key_value_heads": 2}, "num_key_value_heads"),
         ({"qk_rope_head_dim": 3, "head_dim": 3}, "qk_rope_head_dim"),
         ({"scoring_func": "softmax"}, "scoring_func"),
@@ -113,3 +117,17 @@ def test_only_layers_that_predict_further_tokens_are_skipped(layer: int, skipped
 def test_what_it_does_not_compute_is_rejected_by_name(fields: dict[str, Any], named: str) -> None:
     config = small(**fields)
     assert any(named in reason for reason in arch_of(config).reasons_against(config))
+
+
+@pytest.mark.parametrize(("dense", "refused"), [(1, False), (0, True), (2, True)])
+def test_two_fields_that_disagree_on_the_layers_with_experts_are_refused(dense: int, refused: bool) -> None:
+    config = Glm4MoeLiteConfig(first_k_dense_replace=dense)
+    assert any("first_k_dense_replace" in reason for reason in arch_of(config).reasons_against(config)) == refused
+
+
+def test_a_checkpoint_must_store_the_weight_that_is_multiplied_from_both_sides_plain() -> None:
+    said: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.self_attn\.kv_b_proj must be stored in 16 bits"):
+        place_weights(build(small(), weights_later=True), Fp8(said), CPU)
+    place_weights(build(small(), weights_later=True), Fp8({**said, "modules_to_not_convert": ["kv_b_proj"]}), CPU)
+    place_weights(build(small(), weights_later=True), Fp8(None), CPU)

@@ -117,6 +117,8 @@ def test_what_is_left_out_stays_plain() -> None:
         ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' is unknown; known are fp8, compressed-tensors, gptq, awq"),
         (DEEPSEEK_V3 | {"fmt": "e5m2"}, "fmt = 'e5m2' is not implemented"),
         (DEEPSEEK_V3 | {"activation_scheme": "token"}, "activation_scheme = 'token' is not implemented"),
+        (DEEPSEEK_V3 | {"dequantize": True}, "dequantize = True is not implemented"),
+        ({"quant_method": "mxfp4", "dequantize": True}, "dequantize = True is not implemented"),
         (DEEPSEEK_V3 | {"hadamard": 64}, "hadamard = 64 is not implemented and may change the numbers"),
         (DEEPSEEK_V3 | {"is_checkpoint_fp8_serialized": False}, "remove it and set quantization: fp8"),
         (GPTQ | {"desc_act": True}, "desc_act = True is not implemented: groups of inputs must be contiguous"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,11 @@ def test_a_model_without_linear_layers_of_ours_is_not_quantized(tmp_path: Path) 
     saved(tmp_path, "gpt2")
     with pytest.raises(UnsupportedError, match="no linear layer that fp8"):
         load(tmp_path, quantization="fp8")
+
+
+def test_experts_that_are_not_quantized_with_the_rest_are_named_in_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load(saved(tmp_path), quantization="fp8").close()
+    assert re.search(r"MixtralExperts aren't quantized through transformers: \d+ % of the model's parameters stay in float32", caplog.text)
 
 
 def test_experts_that_are_stored_in_8_bits_are_refused(tmp_path: Path) -> None:

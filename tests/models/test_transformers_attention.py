@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from dovetail.errors import UnsupportedError
-from dovetail_models.transformers_attention import attention, trace
+from dovetail_models.transformers_attention import attention, bind, specs_of, trace
+from tests.models.oracle import DenseAttention
 
 HANDLED = {
     *("sliding_window", "s_aux", "softcap", "is_causal", "scaling"),  # layers have them
@@ -73,3 +74,16 @@ def test_an_argument_that_only_comes_with_long_sequences_is_refused_when_it_come
     q = torch.zeros(1, 4, 3, 16)
     with pytest.raises(UnsupportedError, match="block_indices"):
         attention(nn.Module(), q, q, q, None, block_indices=torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "later"),
+    [("attention_mask", torch.ones(1)), ("is_causal", False), ("scaling", 0.5), ("sliding_window", 8), ("softcap", 30.0), ("s_aux", torch.ones(4))],
+)
+def test_an_argument_that_changes_after_the_trace_is_refused_when_it_does(name: str, later: Any) -> None:
+    model, q = Calls(), torch.zeros(1, 4, 3, 16)
+    calls = trace(model)
+    bind(model, calls, [DenseAttention(spec) for spec in specs_of(calls)])
+    attention(model, q, q, q, None)
+    with pytest.raises(UnsupportedError, match=name):
+        attention(model, q, q, q, **{"attention_mask": None, name: later})

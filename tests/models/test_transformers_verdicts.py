@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +82,26 @@ def test_a_verdict_is_of_one_config_and_environment() -> None:
     other.activation_function = "relu"
     assert Verdict(other, {"dtype": "float32"}).read() is None
     assert Verdict(tiny("gpt2"), {"dtype": "bfloat16"}).read() is None
+
+
+def test_a_verdict_is_of_the_versions_of_triton_and_of_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    Verdict(tiny("gpt2"), {}).write(replaced=True)
+    assert Verdict(tiny("gpt2"), {}).read() is True
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "version", lambda name: "0")
+        assert Verdict(tiny("gpt2"), {}).read() is None
+    theirs = SimpleNamespace(dist=SimpleNamespace(name="acme", version="1"))
+    monkeypatch.setattr(metadata, "entry_points", lambda **of: [theirs])
+    assert Verdict(tiny("gpt2"), {}).read() is None
+
+
+def test_code_of_transformers_that_fails_in_the_check_of_the_whole_model_refuses_it(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise IndexError("beyond the end")
+
+    monkeypatch.setattr(served, "whole_logprobs", fails)
+    with pytest.raises(UnsupportedError, match="its code fails in transformers: IndexError: beyond the end"):
+        load(checkpoint)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_next_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

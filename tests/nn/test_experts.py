@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from dovetail.errors import UnsupportedError
 from dovetail.nn import moe
 from dovetail.nn.activation import ClampedSwiGLU, activate
 from dovetail.nn.format import dense, stored
@@ -22,7 +23,7 @@ from dovetail.nn.format.mxfp4 import Mxfp4Format
 from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels import launch
 from dovetail.nn.kernels.experts import Few, Many
-from dovetail.nn.moe import Experts, Router, choose
+from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.residual import Residual
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_close, runs_kernels, take_kernels
 from tests.models.oracle import context
@@ -96,7 +97,7 @@ ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", ClampedSwiGLU(1.702, 0.5)]
 def test_the_stream_gets_what_the_chosen_experts_make_of_each_token(
     tokens: int, sizes: tuple[int, int], count: int, per_token: int, activation: Any, biased: bool, dtype: torch.dtype, seed: int
 ) -> None:
-    layer = some_experts(*sizes, count, dtype, seed, activation=activation, bias=biased)
+    layer = some_experts(*sizes, count, dtype, seed, activation=activation, bias=biased, stacked=Stacked() if biased else None)
     x, before = torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE), torch.randn(tokens, sizes[0]).to(dtype).to(DEVICE)
     ids, weights = routed(tokens, count, min(per_token, count), seed)
     stream = Residual(before.clone())
@@ -118,12 +119,13 @@ def test_experts_in_a_format_compute_what_their_dequantized_weights_do(tokens: i
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     activation = ClampedSwiGLU(1.702, 0.5) if clamped else "silu"
     count = 10
-    layer = Experts(*sizes, count, replace(context(), dtype=dtype, device=DEVICE, weights_later=True), activation=activation, bias=clamped)
+    of_device = replace(context(), dtype=dtype, device=DEVICE, weights_later=True)
+    layer = Experts(*sizes, count, of_device, activation=activation, bias=clamped, stacked=Stacked() if clamped else None)
     layer.take_format(form, DEVICE)
     torch.manual_seed(seed)
     for weight in (*layer.gate_up, *layer.down):
         for shard_id, part in weight.parts.items():
-            weight.load(torch.randn(part.source_shape) / part.source_shape[1] ** 0.5, shard_id)
+            weight.load(part.whole(torch.randn(part.source_shape) / part.source_shape[1] ** 0.5), shard_id)
     for bias in (layer.gate_up_bias, layer.down_bias):
         if bias is not None:
             bias.data.copy_(torch.randn(bias.shape))
@@ -189,3 +191,10 @@ def test_routers_round_no_product(tokens: int, biased: bool, dtype: torch.dtype,
     logits = router(x)
     assert logits.dtype == torch.float32
     assert_close(logits, exact)
+
+
+def test_what_experts_cannot_do_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="biases of experts"):
+        Experts(8, 8, 2, context(), bias=True)
+    with pytest.raises(UnsupportedError, match="5 experts per token are more than all 4"):
+        choose(torch.zeros(1, 4), 5, normalize=True)

@@ -49,7 +49,9 @@ class Router(Layer):
 
 def choose(logits: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids [tokens, k] int32 of each token's largest logits [tokens, experts], descending, ties by lowest id; and their softmax [tokens,
-    k] float32 over all experts, or, if `normalize`, over the chosen ones."""
+    k] float32 over all experts, or, if `normalize`, over the chosen ones. Raises `UnsupportedError` if there are fewer than k experts."""
+    if k > logits.shape[1]:
+        raise UnsupportedError(f"{k} experts per token are more than all {logits.shape[1]}")
     if use_kernels(logits):
         from dovetail.nn.kernels import routing
 
@@ -88,10 +90,12 @@ class Experts(nn.Module):
         per_token: int | None = None,
     ) -> None:
         """`stacked`: the checkpoint has one tensor for all experts; `bias` requires it. `per_token`: experts of a token, to estimate the work of a
-        step. Raises `UnsupportedError` for an unknown activation, and if `inner` can't be split over the ranks."""
+        step. Raises `UnsupportedError` for an unknown activation, for `bias` without `stacked`, and if `inner` can't be split over the ranks."""
         super().__init__()
         if isinstance(activation, str) and activation not in ACTIVATIONS:
             raise UnsupportedError(f"activation {activation!r} of experts is not implemented (implemented: {', '.join(ACTIVATIONS)})")
+        if bias and stacked is None:
+            raise UnsupportedError("biases of experts are implemented only for checkpoints with all experts in one tensor (stacked)")
         self.group, self.activation, self.stacked = context.parallel, activation, stacked
         self.share_per_token = (per_token or count) / count
         size = share(inner, self.group, "the inner size of experts")

@@ -89,11 +89,12 @@ class Weight(nn.Parameter):
     """Parameter without gradient, made of `parts`: shard id -> part; the shard id None is for a single tensor.
 
     `scale`: a multiplier (a norm's weight), so that 1 is the identity. Anything not covered by a part (padding of a vocabulary) is 0. `later`: it
-    stays on the meta device until its layer takes a format.
+    stays on the meta device until its layer takes a format. `plain`: it never has a format, and a checkpoint that stores it in one is refused.
     """
 
     parts: Mapping[str | None, Part]
     scale: bool
+    plain: bool
 
     def __new__(
         cls,
@@ -103,12 +104,13 @@ class Weight(nn.Parameter):
         *,
         scale: bool = False,
         later: bool = False,
+        plain: bool = False,
     ) -> Weight:
         covered = sum(part.size * part.copies * (shape[1 - part.dim] if len(shape) == 2 else 1) for part in parts.values())
         make = torch.empty if covered == torch.Size(shape).numel() else torch.zeros
         device = torch.device("meta") if later else context.device
         weight: Weight = super().__new__(cls, make(shape, dtype=context.dtype, device=device), requires_grad=False)
-        weight.parts, weight.scale = dict(parts), scale
+        weight.parts, weight.scale, weight.plain = dict(parts), scale, plain
         return weight
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +119,7 @@ class Weight(nn.Parameter):
     def on(self, device: torch.device) -> Weight:
         """Return a parameter with the same parts on `device`, uninitialized."""
         weight: Weight = nn.Parameter.__new__(Weight, torch.empty_like(self.data, device=device), requires_grad=False)
-        weight.parts, weight.scale = self.parts, self.scale
+        weight.parts, weight.scale, weight.plain = self.parts, self.scale, self.plain
         return weight
 
     @torch.no_grad()

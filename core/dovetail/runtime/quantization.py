@@ -95,7 +95,11 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
     memory on `device`. Raises `UnsupportedError` if nothing of the model can be stored so, or something of it can't."""
     names: dict[int, list[str]] = {}
     for rule in module.weights():
-        names.setdefault(id(rule.parameter), []).append(rule.source.rpartition(".")[0])
+        name = rule.source.rpartition(".")[0]
+        names.setdefault(id(rule.parameter), []).append(name)
+        stored = getattr(quantization, "config", None) is not None and getattr(rule.parameter, "plain", False)
+        if stored and (form := _format_of(quantization, [name])) != DENSE:
+            raise UnsupportedError(f"{name} must be stored in 16 bits, and the checkpoint's quantization_config says {form}")
     layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer | Experts)]
     for layer in layers:
         modules = list(dict.fromkeys(name for weight in layer.placed_weights() for name in names.get(id(weight), [])))

@@ -170,10 +170,11 @@ def window_reasons(config: Any) -> list[str]:
 def experts_reasons(config: Any, count_name: str, inner_name: str = "moe_intermediate_size") -> list[str]:
     """Why the sizes of a mixture of experts can't be right."""
     names = (count_name, "num_experts_per_tok", inner_name)
-    reasons = [f"{name} = {getattr(config, name)} must be at least 1" for name in names if getattr(config, name) < 1]
+    if reasons := [f"{name} = {getattr(config, name)} must be at least 1" for name in names if (getattr(config, name) or 0) < 1]:
+        return reasons
     if config.num_experts_per_tok > getattr(config, count_name):
-        reasons.append(f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} ({getattr(config, count_name)})")
-    return reasons
+        return [f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} ({getattr(config, count_name)})"]
+    return []
 
 
 def _wrong_sizes(config: Any) -> list[str]:

@@ -21,7 +21,7 @@ class DeepseekV3(DecoderArch):
     handled = frozenset(
         {
             *(*_SIZES, "q_lora_rank", "qk_head_dim", "attention_bias", "rope_interleave"),
-            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
+            *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace"),
             *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
             *("num_mtp_layers", "num_nextn_predict_layers", "output_router_logits"),  # for multi-token prediction and training
             *("scoring_func", "topk_method", "aux_loss_alpha", "seq_aux", "moe_layer_freq", "ep_size"),  # checked below, or only for training
@@ -117,8 +117,6 @@ class DeepseekV2(DeepseekV3):
     scoring, pair = "softmax", 1
 
     def _routing_reasons(self, config: Any) -> list[str]:
-        if config.num_experts_per_tok is None:
-            return ["num_experts_per_tok is missing"]
         if reasons := experts_reasons(config, "n_routed_experts"):
             return reasons
         if (scoring := getattr(config, "scoring_func", "softmax")) != "softmax":
@@ -146,11 +144,15 @@ class Glm4MoeLite(DeepseekV3):
     """Serves `Glm4MoeLiteForCausalLM`, GLM-4.7-Flash."""
 
     model_type = "glm4_moe_lite"
+    handled = DeepseekV3.handled | {"mlp_layer_types"}
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         kinds = set(config.mlp_layer_types) - {"dense", "sparse"}
         if kinds or len(config.mlp_layer_types) != config.num_hidden_layers:
             return [f"mlp_layer_types must have one of 'dense' and 'sparse' for each of {config.num_hidden_layers} layers"]
+        dense = getattr(config, "first_k_dense_replace", None)  # transformers, the reference, doesn't read it
+        if dense is not None and self._sparse(config) != super()._sparse(config):
+            return [f"first_k_dense_replace = {dense} disagrees with mlp_layer_types, which says which layers have experts"]
         return super().reasons_against_fields(config)
 
     def _sparse(self, config: Any) -> frozenset[int]:

@@ -63,7 +63,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = RMSNorm(shape.kv_rank, INNER_EPS, context)
         wide = shape.plain + shape.value
         part = Part((heads * wide, shape.kv_rank), 0, first * wide, self.heads * wide)
-        self.kv_up = Weight((self.heads * wide, shape.kv_rank), {None: part}, context)  # never quantized: it is multiplied from both sides
+        self.kv_up = Weight((self.heads * wide, shape.kv_rank), {None: part}, context, plain=True)  # it is multiplied from both sides
         self.o_proj = RowParallelLinear(heads * shape.value, hidden, context, bias=bias)
         self.attn = context.make_attention(spec)
 

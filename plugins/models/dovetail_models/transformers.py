@@ -40,6 +40,7 @@ _LONGEST = 8192  # tokens of the check's longest sequence
 _BEYOND = 17  # tokens that it has after the last length at which the numbers may change
 _LEFT_OUT = re.compile(r"(model\.)?(mtp|visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector)\.")  # tensors of other parts
 _IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # attributes of a model's class that name them
+_FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of transformers' code
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
 
 
@@ -82,6 +83,7 @@ class Transformers(ModelArch):
             layers = find_layers(traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps)
         if context.weights_later:  # each format stores experts in its own way, which transformers' stacked weights aren't
             layers = replace(layers, found=tuple(found for found in layers.found if found.kind is not OwnExperts))
+            _warn_of_plain_experts(traced, context.dtype)
         if context.parallel.size > 1 and (reasons := reasons_against_split(traced.base, traced.calls, layers, config.base_model_tp_plan)):
             raise UnsupportedError(f"{type(traced.model).__name__} can't be split over ranks through transformers: {'; '.join(reasons)}")
         return TransformersModel(config, traced, layers, context, max_len)
@@ -164,7 +166,10 @@ class TransformersModel(nn.Module):
             self.model = _loaded(self.config, directory, dtype, stored)
             if self._to_verify and self._is_plain():
                 self.model.set_attn_implementation("eager")
-                self._expected = whole_logprobs(self.model, trial_tokens(self.config.vocab_size, self._max_len), device)
+                try:
+                    self._expected = whole_logprobs(self.model, trial_tokens(self.config.vocab_size, self._max_len), device)
+                except _FAILURES as error:
+                    raise UnsupportedError(f"{type(self.model).__name__}: its code fails in transformers: {one_line(error)}") from error
                 self.model.set_attn_implementation(NAME)
             for rule in self.weights():
                 if not _is_stored(rule):
@@ -260,8 +265,17 @@ class TransformersModel(nn.Module):
                 return check(
                     base, calls, specs, partial(_states, base_alone, Layers()), partial(_states, base, layers), lengths, self.config.vocab_size
                 )
-            except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            except _FAILURES as error:
                 return f"its code fails in ragged batches: {one_line(error)}"
+
+
+def _warn_of_plain_experts(traced: Traced, dtype: torch.dtype) -> None:
+    """Log the share of a quantized model's parameters that are stacked experts, which have no format but the model's dtype."""
+    stacked = {parameter: type(module).__name__ for module in traced.base.modules() for parameter in module.parameters(False) if parameter.ndim == 3}
+    if stacked:
+        kept, total = (sum(parameter.numel() for parameter in some) for some in (stacked, traced.model.parameters()))
+        names, told = ", ".join(sorted(set(stacked.values()))), str(dtype).removeprefix("torch.")
+        log.warning("%s aren't quantized through transformers: %.0f %% of the model's parameters stay in %s", names, 100 * kept / total, told)
 
 
 def _base_of(model: PreTrainedModel) -> nn.Module:

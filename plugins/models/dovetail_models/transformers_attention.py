@@ -91,6 +91,8 @@ def attention(
     layer: AttentionLayer | None = getattr(module, LAYER, None)
     if layer is None:
         raise UnsupportedError(f"{type(module).__name__} is called, and wasn't when the model was traced")
+    if changed := _changed(layer.spec, module, key, attention_mask, scaling, kwargs):  # and so may their values
+        raise UnsupportedError(f"{type(module).__name__}: {changed} of its attention isn't what it was when the model was traced")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_size], views
     if (missing := k.shape[2] - v.shape[2]) > 0:
         v = nn.functional.pad(v, (0, missing))
@@ -102,6 +104,19 @@ def attention(
 def _unhandled(kwargs: Mapping[str, Any]) -> list[str]:
     """Return the arguments that change the numbers, and that nobody here reads."""
     return [key for key, given in kwargs.items() if key not in _HANDLED and given is not None and given is not False]
+
+
+def _changed(spec: LayerSpec, module: nn.Module, key: torch.Tensor, mask: torch.Tensor | None, scaling: Any, kwargs: Mapping[str, Any]) -> str | None:
+    """Return the name of an argument with another value than `spec`, which the trace made, says; None if there is none."""
+    same = {
+        "attention_mask": mask is None,
+        "is_causal": kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False,
+        "scaling": (key.shape[3] ** -0.5 if scaling is None else scaling) == spec.scale,
+        "sliding_window": kwargs.get("sliding_window") == spec.window,
+        "softcap": kwargs.get("softcap") == spec.softcap,
+        "s_aux": (kwargs.get("s_aux") is not None) == spec.sinks,
+    }
+    return next((name for name, holds in same.items() if not holds), None)
 
 
 def _call(

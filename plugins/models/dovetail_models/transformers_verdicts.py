@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 import dovetail
+from dovetail.api.component import ENTRY_POINT_GROUP
 from dovetail.whole_files import write_whole
 
 log = logging.getLogger("dovetail")
@@ -31,8 +33,10 @@ class Verdict:
     """Verdict file of one model in one environment. Only passed checks are stored: rejected models are checked again."""
 
     def __init__(self, config: Any, environment: Mapping[str, Any]) -> None:
-        """`config`: transformers' config. `environment`: other dependencies of the numbers; package versions are added."""
-        versions = {package.__name__: str(package.__version__) for package in (dovetail, transformers, torch)}
+        """`config`: transformers' config. `environment`: other dependencies of the numbers; the versions of packages, including all plugins, are
+        added."""
+        versions = {package.__name__: str(package.__version__) for package in (dovetail, transformers, torch)} | {"triton": _version("triton")}
+        versions |= {point.dist.name: point.dist.version for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.dist is not None}
         key = {"config": config.to_dict(), "versions": versions, "environment": environment}
         self._key = json.loads(_ADDRESS.sub("", json.dumps(key, sort_keys=True, default=str)))
         self.path = folder() / f"{hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]}.json"
@@ -66,3 +70,10 @@ class Verdict:
             os.replace(own, self.path)
         except OSError as error:
             log.info("%s: %s: the next start checks the model again", self.path, error.strerror or error)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -22,7 +22,6 @@ _READ = {
     "modules_to_not_convert",
     "ignored_layers",
     "is_checkpoint_fp8_serialized",
-    "dequantize",
     "scale_fmt",
 }
 

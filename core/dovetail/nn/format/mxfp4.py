@@ -105,7 +105,7 @@ class Mxfp4(Quantization):
         super().__init__(config)
         if config is None:
             raise UnsupportedError("mxfp4: plain checkpoints can't be quantized to it while loading")
-        refuse_others(config, {"quant_method", "modules_to_not_convert", "dequantize"})
+        refuse_others(config, {"quant_method", "modules_to_not_convert"})
         self._left_out = names(config, "modules_to_not_convert")
 
     def of_module(self, name: str) -> WeightFormat:
