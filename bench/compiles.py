@@ -27,7 +27,20 @@ from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, L
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.format import dense
-from dovetail.nn.kernels import embedding, float8_products, gate, one_row_float8, one_row_int4, qkv, rank_sums, rms_norm, streamed, widened
+from dovetail.nn.kernels import (
+    embedding,
+    experts,
+    float8_products,
+    gate,
+    one_row_float8,
+    one_row_int4,
+    qkv,
+    rank_sums,
+    rms_norm,
+    routing,
+    streamed,
+    widened,
+)
 from dovetail.runtime import decode_rows_kernels
 from dovetail.runtime.row_state import RowState
 from dovetail_attention.triton_backend import TritonAttention
@@ -91,6 +104,7 @@ def compiled(case: Case) -> list[Compiled]:
     with compiling_for(case.arch) as kernels:
         if case.head_size is None:
             launch_layers(getattr(torch, case.dtype))
+            launch_experts(getattr(torch, case.dtype))
             launch_sampling(getattr(torch, case.dtype))
             if case.dtype != "float32" and case.arch >= FORMATS_FROM:
                 launch_formats(getattr(torch, case.dtype), case.arch)
@@ -149,6 +163,16 @@ def launch_layers(dtype: torch.dtype) -> None:
         if dtype != torch.float32:
             for rows_of_layer in ROWS:
                 _launch_linear(rows_of_layer, hidden, dtype)
+
+
+def launch_experts(dtype: torch.dtype) -> None:
+    """Routing and a layer of experts, for one token and for more."""
+    hidden, inner, count = HIDDEN[0], 256, 8
+    gate_up = experts.Stored(torch.zeros(count, 2 * inner, hidden, dtype=dtype), hidden)
+    down = experts.Stored(torch.zeros(count, hidden, inner, dtype=dtype), inner)
+    for tokens in (1, 20):
+        ids, weights = routing.choose(torch.zeros(tokens, count), 2, normalize=True)
+        experts.experts(torch.zeros(tokens, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
 
 
 def launch_formats(dtype: torch.dtype, arch: int) -> None:
