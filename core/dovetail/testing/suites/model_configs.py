@@ -130,7 +130,7 @@ def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any
 
 
 def choosing_all_experts(config: Any) -> Any:
-    """Change a config so that each token goes through all experts of a mixture; otherwise rounding decides between two that are nearly as good."""
+    """Change a config so that each token goes through all experts of a mixture, and no choice depends on rounding. Returns it."""
     if hasattr(config, "num_experts_per_tok"):
         config.num_experts_per_tok = getattr(config, "num_local_experts", None) or config.num_experts
     return config
