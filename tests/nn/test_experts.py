@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from dovetail.errors import UnsupportedError
 from dovetail.nn import moe
 from dovetail.nn.activation import ClampedSwiGLU, activate
-from dovetail.nn.format import dense, stored
+from dovetail.nn.format import base
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.mxfp4 import Mxfp4Format
@@ -35,7 +35,7 @@ seeds = st.integers(0, 2**31)
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_kernels(monkeypatch, moe, dense, stored)
+    take_kernels(monkeypatch, moe, base)
     monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)  # a kernel that fails does so here, and its twin doesn't stand in for it
     if INTERPRETED:  # which takes milliseconds for a program: let them have more outputs
         monkeypatch.setattr(kernels, "choice_for", lambda *asked: with_outputs(choice_for(*asked), 16))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,14 @@ from torch import nn
 
 from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import Activation, activate, silu_mul
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Weight
 from dovetail.nn.residual import Residual
+
+if TYPE_CHECKING:
+    from dovetail.nn.kernels.experts import Stored
 
 
 @dataclass(slots=True)
@@ -76,7 +82,21 @@ class WeightFormat(ABC):
     def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """-> [parts, tokens, hidden], float32 or like x, whose sum over the parts is the experts' output for x [tokens, hidden]: token t has the k
         experts ids[t], int32, each weighted by weights [tokens, k] float32."""
+        if use_kernels(x, ids, weights):
+            from dovetail.nn.kernels import experts
+
+            if layers.for_kernels is None:
+                layers.for_kernels = self.for_kernels(layers.gate_up), self.for_kernels(layers.down)
+            gate_up, down = layers.for_kernels
+            if gate_up is not None and down is not None:
+                with suppress(KernelUnavailable):
+                    return experts.experts(x, gate_up, down, layers.gate_up_bias, layers.down_bias, layers.activation, ids, weights)
         return plain_experts(self, layers, x, ids, weights)
+
+    def for_kernels(self, weights: Sequence[Any]) -> Stored | None:
+        """Return weights of experts, from `allocate_experts`, in the form that `kernels.experts` takes; None if it can't, so that the twin
+        computes."""
+        return None
 
 
 def plain_experts(form: WeightFormat, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -6,19 +6,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.format.base import ExpertLayers, WeightFormat, in_one_piece, plain_experts, stacked
+from dovetail.nn.format.base import WeightFormat, in_one_piece, stacked
 from dovetail.nn.kernels.available import has_many_rows, use_kernels
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Weight
 from dovetail.nn.residual import Residual
+
+if TYPE_CHECKING:
+    from dovetail.nn.kernels import experts
 
 FEW_ROWS = 16  # above, torch.matmul is as fast
 FEW_ROWS_BESIDE_MANY = 8  # above, the kernel for many rows is faster, where available
@@ -73,16 +77,10 @@ class Dense(WeightFormat):
                 return
         residual.summed().addmm_(x, weight.t())
 
-    def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if use_kernels(x, ids, weights):
-            from dovetail.nn.kernels import experts
+    def for_kernels(self, weights: Sequence[Any]) -> experts.Stored | None:
+        from dovetail.nn.kernels import experts
 
-            if layers.for_kernels is None:
-                layers.for_kernels = [experts.Stored(stacked(each), each[0].shape[1]) for each in (layers.gate_up, layers.down)]
-            gate_up, down = layers.for_kernels
-            with suppress(KernelUnavailable):
-                return experts.experts(x, gate_up, down, layers.gate_up_bias, layers.down_bias, layers.activation, ids, weights)
-        return plain_experts(self, layers, x, ids, weights)
+        return experts.Stored(stacked(weights), weights[0].shape[1])
 
     def __str__(self) -> str:
         return "plain"

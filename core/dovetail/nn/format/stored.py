@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,10 @@ from torch import nn
 
 from dovetail.errors import ModelLoadError
 from dovetail.nn.format.base import ExpertLayers, WeightFormat, in_one_piece, plain_experts
-from dovetail.nn.kernels.available import use_kernels
-from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.parameter import Part, Transform, Weight, cut
 
 if TYPE_CHECKING:
-    from dovetail.nn.kernels.experts import Stored
+    pass
 
 QUANTIZED_AT_ONCE = 1 << 20  # values, or an eighth of the tensor if that is more: bounds temporary memory
 
@@ -61,24 +58,13 @@ class StoredFormat(WeightFormat):
         """Quantize plain weights: whole `rows` of the checkpoint's tensor, which start at this rank's row `first` of the part. Their number is
         arbitrary, but a multiple of `rows_at_once` except in the last call."""
 
-    def for_kernels(self, weights: Sequence[Any]) -> Stored | None:
-        """Return weights of experts, which `allocate_experts` made, as `kernels.experts` takes them; None: it doesn't, and the twin computes."""
-        return None
-
     def allocate_experts(self, weights: Sequence[Weight], device: torch.device) -> Sequence[nn.Parameter]:
         return in_one_piece(super().allocate_experts(weights, device), ("scales", "zeros"))
 
     def experts(self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if x.dtype in (torch.bfloat16, torch.float16) and use_kernels(x, ids, weights):
-            from dovetail.nn.kernels import experts
-
-            if layers.for_kernels is None:
-                layers.for_kernels = self.for_kernels(layers.gate_up), self.for_kernels(layers.down)
-            gate_up, down = layers.for_kernels
-            if gate_up is not None and down is not None:
-                with suppress(KernelUnavailable):
-                    return experts.experts(x, gate_up, down, layers.gate_up_bias, layers.down_bias, layers.activation, ids, weights)
-        return plain_experts(self, layers, x, ids, weights)
+        if x.dtype not in (torch.bfloat16, torch.float16):  # weights are widened to 16 bits, and no further
+            return plain_experts(self, layers, x, ids, weights)
+        return super().experts(layers, x, ids, weights)
 
     @property
     def rows_at_once(self) -> int:
