@@ -1,4 +1,4 @@
-"""Every kernel compiles for every supported GPU and fits its shared memory: checked without a GPU, like `bench.compiles` does.
+"""Tests that every kernel compiles for every supported GPU and fits its shared memory, without a GPU, like `bench.compiles`.
 
 The quick tests compile a variant for the oldest architecture and one for a small GPU, the slow ones all: each head size in each dtype.
 """

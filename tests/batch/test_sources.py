@@ -1,4 +1,4 @@
-"""Reading files: the same rows for every format and start position, and a reason for each invalid row."""
+"""Tests of input files: every format and start position gives the same rows, and each invalid row a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step grants, refuses and takes back, and which calls it reports as misuse. See `dovetail.api.scheduler.Step` for the rules."""
+"""Tests of `Step`: grants, refusals, undone grants, and calls that it reports as misuse. See `dovetail.api.scheduler.Step` for the rules."""
 
 from __future__ import annotations
 

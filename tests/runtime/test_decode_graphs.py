@@ -46,7 +46,7 @@ class SharingAttention(TorchAttention):
 
 
 def with_graphs(bench: Bench, max_rows: int | None = None) -> WatchedGraphs:
-    """Of decode steps, of up to all rows; prompts are computed and sampled without."""
+    """Graphs of decode steps of up to all rows; prompts are computed and sampled without graphs."""
     if isinstance(bench.sampler, Greedy) and not isinstance(bench.sampler, CapturableGreedy):
         bench.sampler.__class__ = CapturableGreedy
     return give_graphs(bench, decode_steps(bench, max_rows))

@@ -51,7 +51,7 @@ MAX_ROWS, MAX_TOKENS, BLOCK_SIZE = 64, 1024, 16
 
 
 class Noting(launch.Compiler):
-    """What is launched, by the kernel's name; a pool that compiles nothing."""
+    """Compilation pool that compiles nothing and notes the launched kernels by name."""
 
     def __init__(self) -> None:
         super().__init__(self, torch.device("cpu"))  # type: ignore[arg-type]

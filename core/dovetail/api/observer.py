@@ -105,7 +105,7 @@ class ObserverContext:
 
 @dataclass(frozen=True, slots=True)
 class ObserverCapabilities:
-    """What an observer requests. `decisions`: fill `StepFinished.decisions`."""
+    """Optional data that an observer requests. `decisions`: fill `StepFinished.decisions`."""
 
     decisions: bool = False
 

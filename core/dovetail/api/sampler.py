@@ -100,8 +100,8 @@ class SampledTokens:
 
 
 class Capture(Enum):
-    """What a CUDA graph of sampling supports. The executor records separate graphs for each, so that no step pays for features that its rows don't
-    need."""
+    """Features that a CUDA graph of sampling supports. The executor records separate graphs for each, so that no step pays for features that its
+    rows don't need."""
 
     TOKENS = "tokens"  # token ids only, e.g. with temperature and filters
     FULL = "full"  # everything that a graph can do, e.g. penalties, rules and log-probabilities too

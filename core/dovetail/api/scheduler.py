@@ -76,7 +76,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a policy promises. The conformance suite checks `order`. The next four are exemptions, which its verdict prints: the policy may leave room
+    """Promises of a policy. The conformance suite checks `order`. The next four are exemptions, which its verdict prints: the policy may leave room
     unused, pass a request over while others arrive, reject requests, or compute prompts in steps without the decodes. `paced`: whether the engine's
     `pace` caps the prompt tokens of its steps."""
 

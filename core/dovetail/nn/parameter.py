@@ -48,7 +48,7 @@ class Part:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the tensor as the checkpoint has it."""
+        """Shape of the tensor in the checkpoint."""
         one = self.source_shape[::-1] if self.transposed else self.source_shape
         return one if self.expert is None else (self.expert[1], *one)
 

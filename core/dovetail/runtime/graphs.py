@@ -44,7 +44,7 @@ MOST_THREADS = 16  # for compilation; more don't help, since its Python part is 
 
 
 class Kind(Enum):
-    """What a recording computes. Separate kinds keep steps from paying for features that they don't need."""
+    """Kinds of recordings, by what they compute. Separate kinds keep steps from paying for features that they don't need."""
 
     MIXED = auto()  # the model, for any step: everything that depends only on the number of tokens
     MIXED_SHARING = auto()  # the same; attention reads a prefix that all rows share once

@@ -24,7 +24,7 @@ log = logging.getLogger("dovetail")
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What is decided about a model before any of its weights are read."""
+    """Decisions about a model, made before any of its weights are read."""
 
     arch: ModelArch
     config: Any  # transformers' PretrainedConfig

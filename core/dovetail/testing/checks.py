@@ -70,7 +70,7 @@ class Untried(Exception):
 
 
 class Declares(Protocol):
-    """What a check needs from its suite."""
+    """Interface of a suite that its checks use."""
 
     def declares(self, capability: str) -> bool:
         """Return True if the checks tied to `capability` apply to the suite's component."""

@@ -86,7 +86,7 @@ def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 
 def timeline(runs: Runs) -> str:
-    """Return the data of the figure over time as CSV, for every run: means over equal intervals."""
+    """Return the time series of every run as CSV: means over equal intervals."""
     return as_csv(
         ("policy", "seed", "time_s", "waiting", "running", "kv_held_blocks"),
         (row for name, of_policy in runs.items() for run in of_policy for row in _stretches(name, run)),

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Conversion of 4-bit weights to 16 bits, for products of so many rows that its cost is small. Twin: `Int4.dequantized`."""
+"""Conversion of 4-bit weights to 16 bits, used before products of many rows, where its cost is small. Twin: `Int4.dequantized`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ROUNDINGS = 12.0  # of a row's largest value, if the direct version's error happ
 
 
 class Rules(NamedTuple):
-    """What a layer makes of its scores."""
+    """Rules by which a layer turns scores into weights."""
 
     scale: float
     window: int | None = None

@@ -298,8 +298,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.threads", since="0.1")
     def test_several_threads_compile_at_once(self) -> None:
-        """Of grammars compiled by several threads at the same time, one raised, or has the masks of another: don't share state between
-        compilations."""
+        """Several threads compiled grammars at the same time, and one compilation raised or gave the masks of another grammar: don't share
+        state between compilations."""
         specs = [case.spec for case in self._cases] * 4
         backend = self._backend_of(CONTEXT)
         with ThreadPoolExecutor(8) as pool:

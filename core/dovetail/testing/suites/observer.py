@@ -137,8 +137,8 @@ class ObserverSuite(Suite):
 
     @check("observer.failed_run", since="0.1")
     def test_it_survives_a_run_that_fails(self) -> None:
-        """A method raised when an error ended the engine: `on_finished` is called with "error" for every request, and `on_stopped` with the
-        exception, to be reported, not raised."""
+        """A method raised after an error ended the engine: `on_finished` is called with "error" for every request, and `on_stopped` with the
+        exception. Report it, don't raise it."""
         spy = self._play(FAILING, policy=_Fails)
         require(spy.world.dead is not None, "the suite's failing policy didn't end the engine")
         spy.require_quiet("a run that an error ended")
