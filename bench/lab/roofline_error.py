@@ -51,7 +51,7 @@ def llama2(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int) -> Con
 
 
 PROFILES: Mapping[str, tuple[Config, str, int]] = {  # shipped profile -> config.json, device, GPUs
-    **{f"h200-{name}": (config_of(sizes), "h200", 1) for name, sizes in SHAPES.items()},
+    **{f"h200-{name}": (config_of(SHAPES[name]), "h200", 1) for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.2-1b", "llama-3.1-8b")},
     "rtxpro6000-llama-3.1-8b": (MODELS["meta-llama/Llama-3.1-8B"], "rtx-pro-6000", 1),
     "rtxpro6000x2-qwen3-32b": (MODELS["Qwen/Qwen3-32B"], "rtx-pro-6000", 2),
 }
