@@ -249,6 +249,7 @@ def test_mooncake_rows_without_a_name_have_ids_of_their_own(tmp_path: Path) -> N
         ({"session_id": "new"}, "2: column timestamp: expected this field"),
         ({"session_id": "new", "delay": 1}, "2: column delay: needs wait_for, or a row above in its session and no timestamp"),
         ({"session_id": "a", "timestamp": 9, "tool_wait_ms": 1}, "2: column tool_wait_ms: needs wait_for, or a row above"),
+        ({"hash_ids": [1, 2], "wait_for": ["x"], "timestamp": 9}, "2: column timestamp: a row with wait_for arrives once those have ended"),
         ({"hash_ids": [1, 2], "wait_for": ["0"]}, "2: column wait_for: expected request_ids of rows above, got '0'"),
         ({"session_id": "a", "delay": -1}, "2: column delay: expected a time in ms >= 0"),
     ],

@@ -58,6 +58,8 @@ def _in_session(row: JsonObject, request: TraceRequest, named: Mapping[str, Trac
     after = values.get("wait_for") or []
     if not isinstance(after, list) or not all(isinstance(one, str | int) for one in after):
         raise row.source.error(f"expected a list of request_ids, got {shown(after)}", row.line, "wait_for")
+    if after and values.get("timestamp") is not None:
+        raise row.source.error("a row with wait_for arrives once those have ended: leave timestamp out", row.line, "timestamp")
     for one in map(str, after):
         if one not in named:
             raise row.source.error(f"expected request_ids of rows above, got {shown(one)}", row.line, "wait_for")
