@@ -25,10 +25,11 @@ CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has 
 @pytest.fixture
 def process_as_it_was() -> Iterator[None]:
     """Undoes what mutants change for the whole process, in which other tests run afterwards."""
-    timeout, collects, level, handler, state = (
+    timeout, collects, level, engines_level, handler, state = (
         socket.getdefaulttimeout(),
         gc.isenabled(),
         logging.root.level,
+        logging.getLogger("dovetail").level,
         signal.getsignal(signal.SIGUSR1),
         random.getstate(),
     )
@@ -37,6 +38,7 @@ def process_as_it_was() -> Iterator[None]:
     socket.setdefaulttimeout(timeout)
     (gc.enable if collects else gc.disable)()
     logging.root.setLevel(level)
+    logging.getLogger("dovetail").setLevel(engines_level)
     signal.signal(signal.SIGUSR1, handler)
     random.setstate(state)
 

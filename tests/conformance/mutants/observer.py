@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import warnings
+from contextlib import suppress
 
 from pydantic import BaseModel
 
@@ -259,3 +260,67 @@ class KeepsThePreemptedThatAreRejected(Observer):
 class ExpectsTheRejectedNeverToHaveRun(Observer):
     def on_finished(self, event: RequestFinished) -> None:
         assert event.finish_reason != "rejected" or not event.request.preemptions
+
+
+@mutant(caught_by="observer.request_untouched")
+class SortsPromptsThatItCan(Observer):
+    """Those that a user gave as an array can be made writable."""
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        prompt = event.request.prompt_array
+        with suppress(ValueError):
+            prompt.flags.writeable = True
+            prompt.sort()
+
+
+@mutant(caught_by="observer.request_untouched")
+class WritesForAWhile(Observer):
+    def on_preempted(self, event: RequestPreempted) -> None:
+        event.request.priority += 1
+        event.request.priority -= 1
+
+
+@mutant(caught_by="observer.process_untouched")
+class SilencesTheEngine(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        logging.getLogger("dovetail").setLevel(logging.CRITICAL)
+
+
+@mutant(caught_by="observer.raises_nothing")
+class ExpectsHitsInThePrompt(Observer):
+    """After a preemption, generated tokens are found too."""
+
+    def on_admitted(self, event: RequestAdmitted) -> None:
+        assert event.cached_tokens < event.request.prompt_tokens
+
+
+@mutant(caught_by="observer.raises_nothing")
+class TakesStopReasonsForText(Observer):
+    def on_finished(self, event: RequestFinished) -> None:
+        if event.finish_reason == "stop":
+            assert isinstance(event.stop_reason, str)
+
+
+@mutant(caught_by="observer.forgets")
+class KeepsThoseThatFailed(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.requests: set[str] = set()
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        self.requests.add(event.request.id)
+
+    def on_finished(self, event: RequestFinished) -> None:
+        if event.finish_reason != "error":
+            self.requests.discard(event.request.id)
+
+
+@mutant(caught_by="observer.leaves_nothing")
+class LeavesItsThreadAfterAFailure(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        self.end = threading.Event()
+        threading.Thread(target=self.end.wait, daemon=True, name="exporter").start()
+
+    def on_stopped(self, event: EngineStopped) -> None:
+        if event.error is None:
+            self.end.set()

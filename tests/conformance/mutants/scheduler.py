@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -11,6 +14,7 @@ from pydantic import BaseModel
 from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.fcfs import FCFS
+from dovetail_schedulers.in_order import grant_in_order
 from dovetail_schedulers.priority import Priority
 from tests.conformance.mutants import mutant
 
@@ -419,3 +423,115 @@ class KeepsWhoEndsHeldBack(Plain):
         self.held -= {*step.waiting, *step.running}
         self.held |= set(step.held_back)
         super().schedule(step)
+
+
+@mutant(caught_by="scheduler.read_only")
+class WritesForAWhile(Plain):
+    """Marks requests while it plans, and restores them."""
+
+    def schedule(self, step: Step) -> None:
+        waiting = step.waiting
+        for request in waiting:
+            request.priority += 1
+        serve(step, waiting)
+        for request in waiting:
+            request.priority -= 1
+
+
+@mutant(caught_by="scheduler.read_only")
+class SortsPromptsThatItCan(Plain):
+    """Those that a user gave as an array can be made writable."""
+
+    def on_arrival(self, request: Request) -> None:
+        with suppress(ValueError):
+            request.prompt_array.flags.writeable = True
+            request.prompt_array.sort()
+
+
+@mutant(caught_by="scheduler.forgets")
+class KeepsThePreemptedThatStopEarly(Plain):
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.preempted: set[str] = set()
+
+    def on_preempted(self, request: Request) -> None:
+        self.preempted.add(request.id)
+
+    def on_finished(self, request: Request) -> None:
+        if request.generated in (0, request.max_tokens):
+            self.preempted.discard(request.id)
+
+
+@mutant(caught_by="scheduler.forgets")
+class KeepsWhoIsRejectedFromACrowd(Plain):
+    claims = Claims(rejects=True)
+
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.rejected: set[str] = set()
+
+    def schedule(self, step: Step) -> None:
+        if len(step.waiting) > 6:
+            self.rejected.add(step.waiting[-1].id)
+            step.reject(step.waiting[-1], "too many wait")
+        super().schedule(step)
+
+
+@mutant(caught_by="scheduler.no_starvation")
+class TheSaltedComeLast(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, sorted(step.waiting, key=lambda request: bool(request.cache_keys)))
+
+
+@mutant(caught_by="scheduler.no_idling")
+class AdmitsEightAStep(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, step.waiting[:8])
+
+
+@mutant(caught_by="scheduler.no_rejection")
+class TurnsTheLateAway(Plain):
+    def schedule(self, step: Step) -> None:
+        for request in step.waiting:
+            if request.ttft_deadline is not None and request.ttft_deadline < step.now and not request.generated:
+                step.reject(request, "too late")
+        super().schedule(step)
+
+
+@mutant(caught_by="scheduler.replay")
+class ShufflesACrowd(Plain):
+    def schedule(self, step: Step) -> None:
+        head, rest = step.waiting[:4], step.waiting[4:]
+        serve(step, [*head, *random.sample(rest, len(rest))])
+
+
+@mutant(caught_by="scheduler.replay")
+class ReadsAnotherClock(Plain):
+    """An hour after it was made, it changes the order."""
+
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.begun = time.monotonic()
+
+    def schedule(self, step: Step) -> None:
+        serve(step, step.waiting[::-1] if time.monotonic() > self.begun + 3600 else step.waiting)
+
+
+@mutant(caught_by="scheduler.order")
+class TakesADeadlineOfZeroForNone(Scheduler):
+    claims = Claims(order="deadline", starves=True)
+
+    def key(self, request: Request) -> tuple[float, float]:
+        return request.deadline or math.inf, request.arrival_time
+
+    def schedule(self, step: Step) -> None:
+        order = sorted((*step.running, *step.waiting), key=self.key)
+        grant_in_order(step, order, lambda request: reversed(order))
+
+
+@mutant(caught_by="scheduler.order")
+class HasNoNegativePriorities(TakesADeadlineOfZeroForNone):
+    claims = Claims(order="priority", starves=True)
+
+    def key(self, request: Request) -> tuple[float, float]:
+        return max(0, request.priority), request.arrival_time

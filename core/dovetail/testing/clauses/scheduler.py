@@ -22,7 +22,9 @@ CLAUSES: Marks = {
     "SchedulerContext": {"token budget": held("budget", "seats"), "*": TOLD},
     "Scheduler": {
         "may keep requests": held("forgets"),
-        "may not read another": held("replay", "read_only", but="a policy that blocks is detected only if it hangs"),
+        "may not read another": held(
+            "replay", "read_only", but="a policy that blocks is detected only if it hangs, and one that reads `datetime` only by chance"
+        ),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,
     },

@@ -27,10 +27,12 @@ from dovetail.testing.suites.scheduler_loads import (
     CROWDED,
     VICTIMS,
     begun_without_memory,
+    crowd,
     crowded,
     flooded,
     held_back,
     pressed,
+    ranked,
     streamed,
 )
 from dovetail.testing.suites.scheduler_replay import plans, plans_elsewhere
@@ -119,16 +121,15 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The policy modified a request. Keep state in your own dict, by request, until `on_finished`."""
+        """The policy modified a request, or its prompt, if only for a while. Keep state in your own dict, by request, until `on_finished`."""
 
         def untouched(world: World) -> None:
             for request in world.requests:
-                changed = [name for name, value in world.given[request].items() if getattr(request, name) != value]
-                require(not changed, f"{request!r} was given another {', '.join(changed)}")
+                require(not (changed := world.changed(request)), f"{request!r} was given another {', '.join(changed)}")
 
-        scenario = pressed(overlap=True)  # where many are preempted
-        untouched(self._world(scenario.shape).play(scenario.acts))
-        self._in_all(scenarios(), 12, untouched)
+        for scenario in (pressed(overlap=True), crowd(scarce=True)):  # where many are preempted
+            untouched(self._world(scenario.shape, guarded=True).play(scenario.acts))
+        self._in_all(scenarios(), 12, untouched, guarded=True)
 
     @check("scheduler.forgets", since="0.1")
     def test_forgets(self) -> None:
@@ -145,7 +146,7 @@ class SchedulerSuite(Suite):
                 elif isinstance(value, str):
                     require(value not in ended, f"{path} holds the id {value!r} after its request's end")
 
-        for scenario in held_back():
+        for scenario in (*held_back(), crowd(scarce=True)):
             forgotten(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(aborts=True), 25, forgotten)
 
@@ -181,6 +182,8 @@ class SchedulerSuite(Suite):
     def test_no_idling(self) -> None:
         """The policy left tokens, a seat and memory of a step unused although a request could have run, no grant had been refused, and nothing was
         evicted. Keep granting, including prefills, until a grant is refused, or claim `idles`."""
+        scenario = crowd(scarce=False)
+        _require_alive(self._world(scenario.shape, look=_try_to_grant_more, decisions=True).play(scenario.acts))
         self._in_all(scenarios(), 40, lambda world: None, look=_try_to_grant_more, decisions=True)
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
@@ -191,6 +194,8 @@ class SchedulerSuite(Suite):
             rejected = [plan for plan in world.watch.planned if plan.rejected]
             require(not rejected, f"rejected in step {rejected[0].index if rejected else 0}: {rejected[0].rejected if rejected else ()}")
 
+        scenario = crowd(scarce=True)
+        none_rejected(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(), 15, none_rejected)
 
     @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
@@ -217,7 +222,7 @@ class SchedulerSuite(Suite):
         arrival; stop admitting at the first refusal; evict the last first. Or don't claim `order`."""
         key = ORDERS[str(self.capabilities.order)]
         look = partial(_see_order, key)
-        for scenario in begun_without_memory():
+        for scenario in (*begun_without_memory(), ranked()):
             _require_alive(self._world(scenario.shape, look=look, decisions=True).play(scenario.acts))
         self._in_all(scenarios(plain=True, reuse=False), 40, lambda world: None, look=look, decisions=True)
 
@@ -232,8 +237,8 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.replay", since="0.1")
     def test_replay(self) -> None:
-        """The same requests gave another schedule in a second engine of the same process, or in another process. Use `random.Random(context.seed)`
-        for randomness and `step.now` for time; don't iterate over sets; keep no state in the class or module."""
+        """The same requests gave another schedule in a second engine of the same process, or in another process, where every other clock jumps. Use
+        `random.Random(context.seed)` for randomness and `step.now` for time; don't iterate over sets; keep no state in the class or module."""
         first = plans(self.make)
         require(plans(self.make) == first, "a second policy, made the same way, planned the same requests otherwise")
         require(plans_elsewhere(self) == [first], "another process planned the same requests otherwise")

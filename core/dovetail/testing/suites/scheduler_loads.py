@@ -24,6 +24,37 @@ def pressed(overlap: bool, *, reuse: bool = False) -> Scenario:
     return Scenario(Shape(max_tokens=12, max_seqs=8, overlap=overlap, reuse=reuse), tuple(arrives))
 
 
+def crowd(*, scarce: bool) -> Scenario:
+    """Two dozen requests at once, of all kinds: samples, salts, arrays, early ends, first tokens that are late already. There are seats, tokens and
+    memory for all, or, if `scarce`, for few."""
+    arrives = tuple(
+        Arrive(
+            tuple(range(9 - i % 5, 3 - i % 4, -1)),
+            max_tokens=4 + i % 7,
+            client="abc"[i % 3],
+            priority=i % 4 - 2,
+            deadline=1e6 + i * 5 % 7,
+            ttft_deadline=(None, -1.0, 1e6)[i % 3],
+            tbt_s=None if i % 2 else 1.0,
+            n=2 if i % 6 == 5 else 1,
+            stops_after=3 if i % 4 == 1 else None,
+            cache_keys=("salt",) if i % 5 == 2 else (),
+            as_array=i % 2 == 0,
+        )
+        for i in range(24)
+    )
+    shape = Shape(max_tokens=24, max_seqs=12) if scarce else Shape(num_blocks=400, max_tokens=400, max_seqs=40)
+    return Scenario(shape, (*arrives, Run(4), Abort(7), Run(6), Abort(2), *arrives[:4]))
+
+
+def ranked() -> Scenario:
+    """One seat, and requests that wait for it with priorities and deadlines below, at and above 0, each twice, and without a deadline."""
+    ranks = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
+    first = Arrive((1, 2), max_tokens=3, priority=-9, deadline=-9.0)
+    rest = (Arrive((1, i), max_tokens=2, priority=int(rank or 0), deadline=rank) for i, rank in enumerate(ranks))
+    return Scenario(Shape(max_seqs=1), (first, *rest))
+
+
 FLOOD = Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=1e5, predicted_tokens=3)
 VICTIMS = {  # requests that a policy might starve during the flood
     "one like all others": FLOOD,
@@ -35,6 +66,7 @@ VICTIMS = {  # requests that a policy might starve during the flood
     "a client with one request": Arrive((7, 7, 7, 7), max_tokens=3, client="alone", deadline=1e5, predicted_tokens=3),
     "a request of nobody": Arrive((5, 6), max_tokens=3),
     "one of two samples": replace(FLOOD, n=2),
+    "one with a salt": replace(FLOOD, cache_keys=("salt",)),
 }
 FLOOD_S = 400  # seconds with one arrival each, twice as many as can be served
 

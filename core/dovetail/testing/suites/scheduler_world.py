@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import ExecutorConfig, ExecutorContext
@@ -40,7 +42,7 @@ from dovetail.testing.fake_kv import FakeKVCache
 STEPS_A_TOKEN = 20  # a run is abandoned after this many steps per token to compute, without recomputation
 
 GIVEN = (  # attributes of a request that only the engine may change
-    *("id", "prompt_token_ids", "prompt_tokens", "params", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens"),
+    *("id", "prompt_array", "prompt_tokens", "params", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens"),
     *("parent", "ttft_deadline", "tbt_s", "cache_keys", "extra", "sampling", "stop_ids"),
 )
 
@@ -65,8 +67,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies. `id`:
-    a reused one, of a request that has ended."""
+    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies, for
+    `stop_reason`. `id`: a reused one, of a request that has ended. `as_array`: its prompt is an array that its user could write to."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
@@ -79,7 +81,10 @@ class Arrive:
     tbt_s: float | None = None
     n: int = 1
     stops_after: int | None = None
+    stop_reason: int | str | None = "enough"
     id: str | None = None
+    cache_keys: tuple[str, ...] = ()
+    as_array: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +183,36 @@ class _Stop:
     """A `TokenWatcher` that ends a request after a number of tokens."""
 
     left: int
+    reason: int | str | None
 
     def see(self, token: int) -> Finish | None:
         self.left -= 1
-        return Finish("stop", "enough") if self.left <= 0 else None
+        return Finish("stop", self.reason) if self.left <= 0 else None
+
+
+class Guarded(LiveRequest):
+    """A request that records writes to what only the engine may change, also those that a later one takes back."""
+
+    __slots__ = ("written",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.written: list[str] = []
+        super().__init__(*args, **kwargs)
+        self.written.clear()
+
+
+def _guarded(name: str) -> property:
+    slot: Any = getattr(LiveRequest, name)
+
+    def write(request: Guarded, value: Any) -> None:
+        request.written.append(name)
+        slot.__set__(request, value)
+
+    return property(slot.__get__, write)
+
+
+for _name in GIVEN:
+    setattr(Guarded, _name, _guarded(_name))
 
 
 class World:
@@ -195,8 +226,9 @@ class World:
         look: Callable[[Shown], None] | None = None,
         decisions: bool = False,
         check_books: bool = False,
+        guarded: bool = False,
     ) -> None:
-        """`decisions`: each step keeps them. `check_books`: after each step the KV-cache manager checks itself."""
+        """`decisions`: each step keeps them. `check_books`: after each step the KV-cache manager checks itself. `guarded`: requests are `Guarded`."""
         self.clock = VirtualClock()
         executor = _executor(shape, self.clock)
         capacity = executor.start()
@@ -213,6 +245,7 @@ class World:
         self.steps = 0
         self._most_steps = 100
         self._check_books = check_books
+        self._request_class = Guarded if guarded else LiveRequest
 
     @property
     def policy(self) -> Scheduler:
@@ -249,6 +282,11 @@ class World:
     def unfinished(self) -> list[LiveRequest]:
         return [request for request in self.requests if request.status is not Status.FINISHED]
 
+    def changed(self, request: LiveRequest) -> list[str]:
+        """Return the names of the attributes that only the engine may change and that a component has changed, for a while or for good."""
+        different = [name for name, value in self.given[request].items() if _plain(getattr(request, name)) != value]
+        return sorted({*different, *(request.written if isinstance(request, Guarded) else ())})
+
     def _step(self) -> None:
         if self.dead is not None and not self.core.has_unfinished():
             return
@@ -271,14 +309,14 @@ class World:
         for request in samples:
             self.requests.append(request)
             self._most_steps += STEPS_A_TOKEN * (request.prompt_tokens + request.max_tokens)
-            self.given[request] = {name: _copied(getattr(request, name)) for name in GIVEN}
+            self.given[request] = {name: copy.deepcopy(_plain(getattr(request, name))) for name in GIVEN}
             if self.dead is None:
                 self.core.add(request)
 
     def _request(self, arrive: Arrive, id: str, now: float, index: int) -> LiveRequest:
-        return LiveRequest(
+        return self._request_class(
             id,
-            arrive.prompt,
+            np.array(arrive.prompt) if arrive.as_array else arrive.prompt,
             SamplingParams(max_tokens=arrive.max_tokens),
             max_tokens=arrive.max_tokens,
             arrival_time=now + arrive.delay,
@@ -289,13 +327,17 @@ class World:
             ttft_deadline=None if arrive.ttft_deadline is None else now + arrive.delay + arrive.ttft_deadline,
             tbt_s=arrive.tbt_s,
             parent=id.partition(".")[0] if arrive.n > 1 else None,
+            cache_keys=arrive.cache_keys,
             sampling=RowSampling(seed=index),
-            watchers=() if arrive.stops_after is None else (_Stop(arrive.stops_after),),
+            watchers=() if arrive.stops_after is None else (_Stop(arrive.stops_after, arrive.stop_reason),),
         )
 
 
-def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, MappingProxyType) else copy.deepcopy(value)
+def _plain(value: Any) -> Any:
+    """Return a value that can be copied and compared."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return dict(value) if isinstance(value, MappingProxyType) else value
 
 
 @contextmanager
