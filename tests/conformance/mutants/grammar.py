@@ -662,3 +662,61 @@ class TakesAnyJSONForAnObject(Respecified):
 class HasWhiteSpaceWithoutEnd(LLGuidance):
     def _json_options(self) -> Mapping[str, Any]:
         return {"whitespace_flexible": True}
+
+
+@mutant(caught_by="grammar.mask")
+class JoinsChoicesToARegex(Respecified):
+    """And doesn't escape them, if that is a regular expression."""
+
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        if spec.kind != "choice" or "\\" in spec.text:
+            return spec
+        return GrammarSpec("regex", "|".join(f"({text})" for text in json.loads(spec.text)))
+
+
+@mutant(caught_by="grammar.keywords")
+class TakesAFalseConstForNone(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        return {key: value for key, value in schema.items() if key != "const" or value}
+
+
+@mutant(caught_by="grammar.keywords")
+class TakesLimitsOfZeroForNone(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        return {key: value for key, value in schema.items() if not (key in ("maxItems", "maxLength", "maximum", "minimum") and value == 0)}
+
+
+@mutant(caught_by="grammar.keywords")
+class RequiresWhatIsDescribed(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        if "required" not in schema:
+            return schema
+        return {**schema, "required": [name for name in schema["required"] if name in schema.get("properties", {})]}
+
+
+@mutant(caught_by="grammar.keywords")
+class PassesOverWhatStandsBesideARef(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        return {key: value for key, value in schema.items() if "$ref" not in schema or key in ("$ref", "$defs")}
+
+
+@mutant(caught_by="grammar.keywords")
+class TakesAFalseSchemaForTrue(Reschemed):
+    def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+        properties = schema.get("properties")
+        if not isinstance(properties, dict):
+            return schema
+        return {**schema, "properties": {name: one or {} for name, one in properties.items()}}
+
+
+@mutant(caught_by="grammar.same_text")
+class KeepsGrammarsByStrippedText(LLGuidance):
+    def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:
+        super().__init__(options, context)
+        self.kept: dict[GrammarSpec, Grammar] = {}
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        key = GrammarSpec(spec.kind, spec.text.strip())
+        if key not in self.kept:
+            self.kept[key] = super().compile(spec)
+        return self.kept[key]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import BaseModel, Field
-from torch.nn.functional import pad
 
 from dovetail.api.sampler import Capture, RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
 from dovetail.nn.logprobs import top_logprobs
@@ -569,12 +568,15 @@ class CapturingInFull(DefaultSampler):
         if capture is Capture.TOKENS:
             return super().sample_captured(logits, rows, capture)
         own = rows < len(self.context.history.num_tokens)
-        sampled, padding = self.sample(logits[own], rows[own], rows[own].cpu().numpy()), (0, int((~own).sum()))
-        token_ids = pad(sampled.token_ids, padding)
-        if sampled.logprobs is None:
-            return SampledTokens(token_ids)
+        sampled = self.sample(logits[own], rows[own], rows[own].cpu().numpy())
+
+        def spread(values: torch.Tensor) -> torch.Tensor:
+            """Put zeros where there is padding."""
+            return values.new_zeros(len(rows), *values.shape[1:]).masked_scatter(own.view(-1, *[1] * (values.dim() - 1)), values)
+
         of = sampled.logprobs
-        return SampledTokens(token_ids, TopLogprobs(pad(of.token_ids, (0, 0, *padding)), pad(of.logprobs, (0, 0, *padding)), pad(of.ranks, padding)))
+        logprobs = None if of is None else TopLogprobs(spread(of.token_ids), spread(of.logprobs), spread(of.ranks))
+        return SampledTokens(spread(sampled.token_ids), logprobs)
 
 
 @mutant(caught_by="sampler.fully_captured")
@@ -874,3 +876,34 @@ class TakesABiasOfMinus100ForABan(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         banned = {token for token, bias in sampling.logit_bias if bias <= -100}
         return replace(sampling, allowed_token_ids=tuple(token for token in sampling.allowed_token_ids or () if token not in banned) or None)
+
+
+@mutant(caught_by="sampler.fully_captured_again")
+class CapturesLongWordsAsTheyWere(CapturingInFull):
+    """Compares words of 3 and more tokens with the history at the row's first capture."""
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        super().update(removed, added)
+        self.samplings: dict[int, RowSampling] = {**getattr(self, "samplings", {}), **dict(added)}
+        self.seen: dict[int, tuple[int, ...]] = {row: seen for row, seen in getattr(self, "seen", {}).items() if row not in dict(added)}
+
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        history, told = self.context.history, []
+        for row in rows[rows < len(history.num_tokens)].tolist():
+            seen = self.seen.setdefault(row, tuple(history.token_ids[row, : history.num_tokens[row]].tolist()))
+            sampling = self.samplings[row]
+            words = [word[-1:] if len(word) > 2 else word for word in sampling.bad_words if len(word) < 3 or seen[1 - len(word) :] == word[:-1]]
+            told.append((row, replace(sampling, bad_words=tuple(words))))
+        DefaultSampler.update(self, [], told)
+        try:
+            return super().sample_captured(logits, rows, capture)
+        finally:
+            DefaultSampler.update(self, [], [(row, self.samplings[row]) for row, _ in told])
+
+
+@mutant(caught_by="sampler.captured")
+class CountsOnPaddingAtTheEnd(Capturing):
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+        own = int((rows < len(self.context.history.num_tokens)).sum())
+        ids = super().sample_captured(logits[:own], rows[:own], capture).token_ids
+        return SampledTokens(torch.cat((ids, ids.new_zeros(len(rows) - own))))

@@ -196,7 +196,7 @@ CASES = (
     _regex("(?i:ab)+|(?:c-)*?", "aAbBcC-", 6),
     _regex("(é|ä|[€x])*x?", "éä€x", 7),
     Case(GrammarSpec("regex", r"\d-\w"), Listed(f"{digit}-{word}" for digit in range(10) for word in WORDS)),
-    _choice("a", "ab", "abc", "b", "bd", "abcx"),
+    _choice("a", "ab", "abc", "b", "bd", "abcx", "b.", "c*"),
     _choice("true", "tr\n\t", '"a":', "\\", "{}", "", "é", "€x", "x😀", "e\u0301", "x</f>"),
     _tags("<f", ("<f>", 1, "</f>"), ("<fg>", 2, ";")),
 )
@@ -242,12 +242,14 @@ STRINGS = (
     *(" a b ", ".*", "xy", "xxy", "y", "a\t", "a-b", "</f>", "a</f>", "\n", "\n\n"),
 )
 CHARACTERS = (*(text.decode() for text in PRINTABLE), "é", "É", "€", "😀")
-SAME_TEXT: Sequence[tuple[str, tuple[SpecKind, SpecKind]]] = (  # texts with different meanings as different kinds
-    ('["a"]', ("choice", "regex")),
-    ("true", ("json_schema", "regex")),
-    ('start: "a"', ("grammar", "regex")),
-    ("", ("json_object", "regex")),
-    ('["a"]', ("regex", "choice")),
+ALIKE: Sequence[tuple[GrammarSpec, GrammarSpec]] = (  # specs of nearly the same text with different meanings
+    (GrammarSpec("choice", '["a"]'), GrammarSpec("regex", '["a"]')),
+    (GrammarSpec("json_schema", "true"), GrammarSpec("regex", "true")),
+    (GrammarSpec("grammar", 'start: "a"'), GrammarSpec("regex", 'start: "a"')),
+    (GrammarSpec("json_object"), GrammarSpec("regex")),
+    (GrammarSpec("regex", '["a"]'), GrammarSpec("choice", '["a"]')),
+    (GrammarSpec("regex", "a"), GrammarSpec("regex", " a")),
+    (GrammarSpec("regex", "a"), GrammarSpec("regex", "A")),
 )
 
 
@@ -332,6 +334,19 @@ KEYWORDS = (  # backends either reject or enforce them
     Keyword({"allOf": [{"type": "integer"}, {"minimum": 5}]}, (), (4, "a")),
     Keyword({"enum": [1, "a", None]}, (1, "a", None), (2, "b", True)),
     Keyword({"type": ["integer", "null"]}, (1, None), ("a", True)),
+    Keyword({"const": False}, (False,), (True, 0, None, "")),
+    Keyword({"const": 0}, (0,), (1, False, "0")),
+    Keyword({"const": ""}, ("",), ("a", None)),
+    Keyword({"const": None}, (None,), (0, "a")),
+    Keyword({"type": "integer", "minimum": 0}, (0, 1), (-1,)),
+    Keyword({"type": "integer", "maximum": 0}, (0, -1), (1,)),
+    Keyword({"type": "string", "maxLength": 0}, ("",), ("a",)),
+    Keyword({"type": "array", "maxItems": 0}, ([],), ([1],)),
+    Keyword({"type": "object", "properties": {"a": {"const": 1}}, "required": ["b"]}, (), ({"a": 1}, {})),
+    Keyword({"type": "object", "properties": {"a": False, "b": {"const": 1}}}, ({"b": 1},), ({"a": 1}, {"a": None})),
+    Keyword({"$ref": "#/$defs/i", "maximum": 5, "$defs": {"i": {"type": "integer"}}}, (), (6, "a")),
+    Keyword({"type": "string", "pattern": "^ab"}, (), ("xab", "b")),
+    Keyword({"type": "string", "pattern": "ab$"}, (), ("abx", "b")),
 )
 NESTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # wrapper of a schema, and of a valid value
     "alone": (lambda schema: schema, lambda value: value),

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dovetail.api.sampler import Capture, RowSampling, SampledTokens
+from dovetail.api.sampler import Capture, RowSampling, SampledTokens, TopLogprobs
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.sampler_bench import Bench, Row
-from dovetail.testing.suites.sampler_rows import VOCAB, mixed_rows
+from dovetail.testing.suites.sampler_rows import VOCAB, mixed_rows, rows_with_long_words
 from dovetail.testing.suites.sampler_subject import SamplerSubject, near, said
 
 
@@ -60,9 +60,10 @@ class SamplerGraphs(SamplerSubject):
     @check("sampler.fully_captured_again", since="0.2", capability="cuda_graph_full")
     def test_fully_captured_again(self) -> None:
         """`sample_captured` with `FULL`, called again, returns all that `sample` does at that time, as in `sampler.captured_again`; also where rows
-        exchange their numbers of log-probabilities, and rules."""
-        bench, rows = self.fully_capturable([row for asked in (None, 0, 3) for row in _asking(mixed_rows()[::2], asked)])
-        _require_captured_again(bench, rows, Capture.FULL)
+        exchange their numbers of log-probabilities, and rules, and where one more token completes or undoes words of several tokens."""
+        for some in ([row for asked in (None, 0, 3) for row in _asking(mixed_rows()[::2], asked)], rows_with_long_words()):
+            bench, rows = self.fully_capturable(some)
+            _require_captured_again(bench, rows, Capture.FULL)
 
     @check("sampler.graph", since="0.1", capability="cuda_graph")
     def test_graph(self) -> None:
@@ -122,7 +123,11 @@ def _require_captured(bench: Bench, rows: Sequence[Row], capture: Capture) -> No
     _require_same(rows, bench.captured(capture), expected)
     padded = bench.captured(capture, [*bench.places, bench.max_rows, bench.max_rows])
     _require_same(rows, padded, expected, "followed by padding, ")
-    ids = padded.token_ids[len(rows) :].tolist()
+    among = bench.captured(capture, [row for place in bench.places for row in (bench.max_rows, place)])
+    of, own = among.logprobs, slice(1, None, 2)
+    own_logprobs = None if of is None else TopLogprobs(of.token_ids[own], of.logprobs[own], of.ranks[own])
+    _require_same(rows, SampledTokens(among.token_ids[own], own_logprobs), expected, "with padding before each row, ")
+    ids = [*padded.token_ids[len(rows) :].tolist(), *among.token_ids[::2].tolist()]
     require(all(0 <= token < VOCAB for token in ids), f"padding rows got {ids}, which isn't in the vocabulary")
 
 
