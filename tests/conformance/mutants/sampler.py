@@ -907,3 +907,12 @@ class CountsOnPaddingAtTheEnd(Capturing):
         own = int((rows < len(self.context.history.num_tokens)).sum())
         ids = super().sample_captured(logits[:own], rows[:own], capture).token_ids
         return SampledTokens(torch.cat((ids, ids.new_zeros(len(rows) - own))))
+
+
+@mutant(caught_by="sampler.logprobs")
+class HasALeastLogprob(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, rows, host_rows)
+        if result.logprobs is None:
+            return result
+        return replace(result, logprobs=replace(result.logprobs, logprobs=result.logprobs.logprobs.clamp(min=-50)))

@@ -181,6 +181,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
         rows += [Row(rows[0].logits, RowSampling(temperature=50.0, seed=seed, logprobs=3)) for seed in range(8)]  # of unlikely tokens
         tied = np.where(np.arange(VOCAB) % 9 == 5, 4.0, rows[0].logits).tolist()
         rows.append(Row(tied, RowSampling(temperature=0.0, logprobs=1)))
+        rows.append(Row([200.0 * (token == 3) for token in range(VOCAB)], RowSampling(temperature=0.0, logprobs=2)))  # very unlikely ones
         result = self.bench(rows).sample()
         exact = torch.log_softmax(torch.tensor([row.logits for row in rows], dtype=torch.float64), dim=-1)
         require(result.logprobs is not None, "rows asked for logprobs, and none came")
