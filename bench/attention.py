@@ -25,6 +25,7 @@ import torch
 from bench.limits import require_gpu
 from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
+from dovetail.testing.memory import bind_layers
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import DecodeTiling, PrefillTiling, Tilings
 
@@ -167,7 +168,8 @@ class Bench:
             if model.sinks:
                 layer.bind_sinks(torch.zeros(model.heads, dtype=getattr(torch, model.dtype), device=DEVICE))
             layer.kv_scales = KVScales(*(torch.tensor(0.05, device=DEVICE) for _ in range(2))) if model.cache_dtype else None
-        self.backend.allocate(num_blocks)
+        bind_layers(self.backend, self.layers, num_blocks)
+        self.waste_slot = num_blocks * model.block_size
         self.labels = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
         self.table = np.zeros((len(load.lens), max(blocks_of_row)), np.int32)
         for row, (count, end) in enumerate(zip(blocks_of_row, np.cumsum(blocks_of_row), strict=True)):
@@ -193,7 +195,7 @@ class Bench:
         """Plan the load with such tilings."""
         self.backend.tilings = tilings
         self.backend.prepare(len(self.load.lens), sum(self.load.queries), MAX_LEN)
-        slots = torch.full((sum(self.load.queries),), -1, dtype=torch.int64, device=DEVICE)
+        slots = torch.full((sum(self.load.queries),), self.waste_slot, dtype=torch.int64, device=DEVICE)
         self.batch = self._batch(self.table, list(self.load.lens), list(self.load.queries), slots, self.load.shared // self.model.block_size)
         self.backend.plan(self.batch)
 
@@ -202,7 +204,7 @@ class Bench:
         starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=DEVICE)
         host_queries, host_lens = np.array(queries, np.int32), np.array(lens, np.int32)
         device_lens, device_table = torch.from_numpy(host_lens).to(DEVICE), torch.from_numpy(table).to(DEVICE)
-        return AttentionBatch(len(lens), sum(queries), starts, device_lens, device_table, slots, host_queries, host_lens, shared)
+        return AttentionBatch(len(lens), sum(queries), starts, device_lens, (device_table[None],), (slots[None],), host_queries, host_lens, shared)
 
     def attend(self) -> None:
         for layer in self.layers:

@@ -25,6 +25,7 @@ import torch
 from bench.compiling import GPUS, Compiled, compiling_for
 from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
+from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import (
@@ -43,6 +44,7 @@ from dovetail.nn.kernels import (
 )
 from dovetail.runtime import decode_rows_kernels
 from dovetail.runtime.row_state import RowState
+from dovetail.testing.memory import bind_layers
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_samplers.default import DefaultSampler
 
@@ -121,12 +123,12 @@ def launch_attention(
     heads = KV_HEADS * group
     layer = backend.make_layer(LayerSpec(0, heads, KV_HEADS, head_size, head_size**-0.5, window))
     layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if fp8 else None
-    backend.allocate(4)
+    bind_layers(backend, [layer], 4)
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
     lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
     starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
-    table, slots = torch.zeros((21, 4096 // block_size), dtype=torch.int32), torch.full((tokens,), -1)
-    on_device = torch.from_numpy(starts), torch.from_numpy(lens), table, slots
+    table, slots = torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32), torch.full((1, tokens), 4 * block_size)
+    on_device = torch.from_numpy(starts), torch.from_numpy(lens), (table,), (slots,)
     fused = torch.zeros(tokens, heads + 2 * KV_HEADS, head_size, dtype=backend.dtype)
     q, k, v = fused.split([heads, KV_HEADS, KV_HEADS], dim=1)
     shared = 1024 // block_size
@@ -134,13 +136,12 @@ def launch_attention(
         backend.plan(AttentionBatch(21, tokens, *on_device, queries, lens, shared_blocks, mixed_graph))
         layer.attend(q)
     layer.write(k, v)
-    backend.copy_blocks(torch.tensor([0, 1]), torch.tensor([2, 3]))
     if brief:
         return
     qkv.norm_turn_write(
-        fused, KV_HEADS, fused.new_zeros((heads + KV_HEADS) * head_size), 1e-6, torch.zeros(64, head_size), slots, layer.cache_for_fused_write()
+        fused, KV_HEADS, fused.new_zeros((heads + KV_HEADS) * head_size), 1e-6, torch.zeros(64, head_size), slots[0], layer.cache_for_fused_write()
     )
-    qkv.norm_turn_write(fused, KV_HEADS, None, 0.0, torch.zeros(64, head_size), slots, None)
+    qkv.norm_turn_write(fused, KV_HEADS, None, 0.0, torch.zeros(64, head_size), slots[0], None)
 
 
 def launch_layers(dtype: torch.dtype) -> None:
@@ -157,7 +158,7 @@ def launch_layers(dtype: torch.dtype) -> None:
         rank_sums.sum_parts(x, exchange)
         rank_sums.gather_parts(torch.zeros(5, 2, hidden, dtype=dtype), hidden, exchange)
         gate.silu_mul(torch.zeros(5, 2 * INTERMEDIATE, dtype=dtype))
-        state = RowState(4, 64, 16, torch.device("cpu"))
+        state = RowState(4, 64, KVLayout((CacheGroup((0,), 16),), 1, "none"), torch.device("cpu"))
         rows = torch.arange(4)
         decode_rows_kernels.append(state, rows, *decode_rows_kernels.last_tokens(state, rows)[::-1], x[:4])
         if dtype != torch.float32:

@@ -22,7 +22,7 @@ import numpy as np
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Result
-from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.api.scheduler import SchedulerContext
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
@@ -47,7 +47,7 @@ class NullExecutor(Executor):
         self.batches: deque[Batch] = deque()
 
     def start(self) -> Capacity:
-        layout = KVLayout((KVGroup((0,), None, 1),), BLOCK_SIZE, "none")
+        layout = KVLayout((CacheGroup((0,), BLOCK_SIZE),), 1, "none")
         return Capacity(self.num_blocks, 2, layout, 1024, MAX_LEN)
 
     def submit(self, batch: Batch) -> None:

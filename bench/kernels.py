@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
+from dovetail.api.attention import AttentionLayer, FusedCache, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext
 from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
@@ -181,10 +181,14 @@ class PagedLayer(AttentionLayer):
     """A cache like the triton backend's, with the simplest way to write to it."""
 
     def __init__(self, spec: LayerSpec, slots: torch.Tensor, dtype: torch.dtype) -> None:
-        self.spec, self.slots = spec, slots
-        shape = (int(slots.max()) // BLOCK_SIZE + 1, spec.kv_heads, BLOCK_SIZE, spec.head_size)
-        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=DEVICE).transpose(1, 2) for _ in range(2))
+        self.spec, self.slots, self.dtype = spec, slots, dtype
         self.blocks, self.offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        pages, row = int(slots.max()) // BLOCK_SIZE + 1, spec.kv_heads * BLOCK_SIZE * spec.head_size * dtype.itemsize
+        self.bind(LayerCache(tuple(torch.zeros((pages, row), dtype=torch.uint8, device=DEVICE) for _ in range(2)), BLOCK_SIZE))
+
+    def bind(self, cache: LayerCache) -> None:
+        shape = (-1, self.spec.kv_heads, cache.block_size, self.spec.head_size)
+        self.k, self.v = (memory.view(self.dtype).view(shape).transpose(1, 2) for memory in cache.memory)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.k[self.blocks, self.offsets], self.v[self.blocks, self.offsets] = k, v

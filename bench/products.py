@@ -25,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from bench.limits import require_gpu, seconds
 from bench.shapes import SHAPES, Shape
-from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import BuildContext
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import few_rows
@@ -55,6 +55,9 @@ class NoAttention(AttentionLayer):
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
+
+    def bind(self, cache: LayerCache) -> None:
+        """Store nothing."""
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store nothing."""

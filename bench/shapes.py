@@ -29,7 +29,7 @@ class Shape:
     rope_theta: float
     experts: int = 0  # of each layer, `intermediate` wide; 0: the feed-forwards are dense
     experts_per_token: int = 0
-    window: int | None = None  # of every second layer, beginning with the first
+    window: int | None = None  # of every second layer, beginning with the first; of Gemma 3, of five in six
 
     @property
     def dense_weights(self) -> int:
@@ -66,10 +66,18 @@ SHAPES = {
     "llama-3.2-1b": Shape("LlamaForCausalLM", 16, 2048, 32, 8, 64, 8192, 128_256, True, 131_072, 5e5),
     "qwen3-30b-a3b": Shape("Qwen3MoeForCausalLM", 48, 2048, 32, 4, 128, 768, 151_936, False, 40_960, 1e6, 128, 8),
     "gpt-oss-20b": Shape("GptOssForCausalLM", 24, 2880, 64, 8, 64, 2880, 201_088, False, 131_072, 1.5e5, 32, 4, 128),
+    "gemma-3-4b": Shape("Gemma3ForCausalLM", 34, 2560, 8, 4, 256, 10_240, 262_208, True, 131_072, 1e6, window=1024),
+    "gemma-3-27b": Shape("Gemma3ForCausalLM", 62, 5376, 32, 16, 128, 21_504, 262_208, True, 131_072, 1e6, window=1024),
     "llama-3.1-8b": Shape("LlamaForCausalLM", 32, 4096, 32, 8, 128, 14_336, 128_256, False, 131_072, 5e5),
 }
 
-MODEL_TYPES = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe", "LlamaForCausalLM": "llama", "GptOssForCausalLM": "gpt_oss"}
+MODEL_TYPES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "LlamaForCausalLM": "llama",
+    "GptOssForCausalLM": "gpt_oss",
+    "Gemma3ForCausalLM": "gemma3_text",
+}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 QUANTIZED = {  # by name, the `quantization_config` of a checkpoint
     "int4-g128": {
@@ -94,6 +102,10 @@ def config_of(shape: Shape) -> dict[str, Any]:
         yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": shape.rope_theta}
         own = {"rope_parameters": yarn | {"original_max_position_embeddings": 4096}, "rms_norm_eps": 1e-5, "attention_bias": True}
         own |= {"num_local_experts": shape.experts, "sliding_window": shape.window}
+    if kind == "gemma3_text":
+        scalar = shape.hidden // shape.heads if shape.layers == 62 else 256  # 27B alone divides by the former
+        own = {"rope_theta": shape.rope_theta, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rms_norm_eps": 1e-6}
+        own |= {"query_pre_attn_scalar": scalar, "sliding_window": shape.window, "hidden_activation": "gelu_pytorch_tanh"}
     if shape.experts:
         own["num_experts_per_tok"] = shape.experts_per_token
     return {
@@ -108,7 +120,7 @@ def config_of(shape: Shape) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
         "max_position_embeddings": shape.max_len,
-        "hidden_act": "silu",
+        **({} if "hidden_activation" in own else {"hidden_act": "silu"}),
         "dtype": "bfloat16",
         **own,
     }

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.component import ComponentSpec, hookimpl
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Result
-from dovetail.api.kv_cache import KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.api.sampler import RowSampling, SampledTokens, Sampler
 from dovetail.errors import DovetailError
 
@@ -74,9 +74,9 @@ class ToyExecutor(Executor):
     def start(self) -> Capacity:
         options, config = self.options, self.context.config
         return Capacity(
-            num_blocks=options.num_blocks,
+            num_pages=options.num_blocks,
             max_in_flight=options.max_in_flight,
-            layout=KVLayout((KVGroup((0,), None, 1),), config.block_size or 16, "none"),
+            layout=KVLayout((CacheGroup((0,), config.block_size or 16),), 1, "none"),
             vocab_size=options.vocab_size,
             max_model_len=config.max_model_len or options.max_model_len,
             details={"device": "none", "step": f"{1e3 * options.step_s:g} ms"},
@@ -125,7 +125,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="toy",
             target="bench.toy:ToyExecutor",
-            api="0.3",
+            api="0.4",
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         ),

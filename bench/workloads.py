@@ -61,5 +61,8 @@ WORKLOADS = {
     "moe-one": Workload("qwen3-30b-a3b", ((500, 256),)),
     "moe-64": Workload("qwen3-30b-a3b", ((1024, 512),) * 64),
     "moe-256": Workload("qwen3-30b-a3b", ((1024, 512),) * 256),
+    "gemma-64": Workload("gemma-3-4b", ((8000, 300),) * 64),
+    "gemma-32k": Workload("gemma-3-4b", ((32_000, 300),) * 16),
+    "oss-64": Workload("gpt-oss-20b", ((8000, 300),) * 64),
     "8b-prefill": Workload("qwen3-8b", ((8192, 1),) * 16),
 }

@@ -27,7 +27,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
     "runtime": ("dovetail.runtime",),
     "nn": ("dovetail.nn",),
     "testing": ("dovetail.testing",),
-    "api": ("dovetail.api",),
+    "api": ("dovetail.api", "dovetail.kv_layout"),
     "request": (
         "dovetail.request",
         "dovetail.sampling_params",

@@ -11,7 +11,7 @@ its own: no later prompt holds it, since the trace doesn't say what was answered
 from __future__ import annotations
 
 from bench.lab.checks import Figure, arguments, print_figures
-from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
@@ -27,7 +27,7 @@ SHARE_OF_ENDLESS = {5_859: 0.377}  # blocks -> hits, of an endless cache's
 
 def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
     """Return the prompt tokens found in the cache, and their total."""
-    manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((KVGroup((0,), None, 1),), BLOCK_SIZE, "none"), num_blocks))
+    manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((CacheGroup((0,), BLOCK_SIZE),), 1, "none"), num_blocks))
     params = SamplingParams(max_tokens=1)
     found = total = 0
     for one in trace:

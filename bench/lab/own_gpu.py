@@ -43,7 +43,7 @@ CASES_SHAPE = "qwen3-0.6b"  # the shape that the cases run on
 SETTLING_S = 3.0  # of each run, not compared
 WITHIN = 0.05
 SEED = 1
-PAPERS = {"name", "kv_tokens", "request_s", "machine", "model", "engine", "source", "notes"}  # of a profile: what isn't fitted
+PAPERS = {"name", "kv_tokens", "cache_groups", "request_s", "machine", "model", "engine", "source", "notes"}  # of a profile: what isn't fitted
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, KVScales
 from dovetail.api.component import NoOptions
+from dovetail.testing.memory import bind_layers
 from dovetail.testing.suites.attention_bench import Case, cases
 from tests.attention.oracle import attend_row, kept_in_e4m3
 
@@ -25,7 +26,7 @@ class Bench:
         for index, layer in enumerate(self.layers):
             scales = (torch.tensor(scale, device=case.device) for scale in case.scales_of(index))
             layer.kv_scales = KVScales(*scales) if case.cache_dtype else None
-        self.backend.allocate(case.num_blocks)
+        self.pool = bind_layers(self.backend, self.layers, case.num_blocks)
         num_slots = case.num_blocks * case.block_size
         self.backend.prepare(max_rows=2 * len(case.lens) + 8, max_tokens=max(num_slots, sum(case.lens)) + case.padding, max_len=num_slots)
         self.table = self._table(np.random.default_rng(relabel).permutation(case.num_blocks))
@@ -41,22 +42,23 @@ class Bench:
                 layer.bind_sinks(torch.from_numpy(sinks).to(case.device))
         self.poison()
 
+    @property
+    def waste_slot(self) -> int:
+        """The last, so that what takes it for -1 or another is seen."""
+        return (self.case.num_blocks + 1) * self.case.block_size - 1
+
     def _table(self, labels: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Each row's blocks; past them, nonsense."""
+        """Each row's blocks; past them, the waste page, which is NaN too."""
         sizes = [-(-length // self.case.block_size) for length in self.case.lens]
-        table = np.full((len(sizes), max(sizes) + 2), 2**31 - 1, dtype=np.int32)
+        table = np.full((len(sizes), max(sizes) + 2), self.case.num_blocks, dtype=np.int32)
         for row, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
             table[row, :size] = labels[end - size : end]
         return table
 
     def poison(self) -> None:
-        """NaN in every slot of the pool."""
-        num_slots = self.case.num_blocks * self.case.block_size
-        table = np.arange(self.case.num_blocks, dtype=np.int32)[None]
-        self._plan(table, np.array([num_slots]), np.array([num_slots]), padding=0)
-        nan = torch.full((num_slots, self.case.kv_heads, self.case.head_size), torch.nan, dtype=self.dtype, device=self.case.device)
-        for layer in self.layers:
-            layer.write(nan, None if layer.spec.v_in_k else nan)
+        """NaN in every slot of the pool, and in the waste page: all bits set is one in each dtype."""
+        for memory in self.pool:
+            memory.fill_(0xFF)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,8 +81,8 @@ class Bench:
                 num_tokens=int(starts[-1]),
                 query_starts=tensor(padded_rows, torch.int32),
                 kv_lens=tensor(np.concatenate([lens, np.zeros(padding, dtype=np.int64)]), torch.int32),
-                block_table=tensor(np.concatenate([table, np.full((padding, table.shape[1]), -7, dtype=np.int32)]), torch.int32),
-                slots=tensor(np.concatenate([*slots, np.full(padding, -1)]), torch.int64),
+                block_tables=(tensor(np.concatenate([table, np.full((padding, table.shape[1]), self.case.num_blocks)])[None], torch.int32),),
+                slots=(tensor(np.concatenate([*slots, np.full(padding, self.waste_slot)])[None], torch.int64),),
                 host_query_lens=queries.astype(np.int32),
                 host_kv_lens=lens.astype(np.int32),
             )

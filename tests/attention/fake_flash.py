@@ -79,9 +79,10 @@ def attend_rows(q, k, v, starts, longest, lens, table, scale: float, causal: boo
     require(longest >= int(starts.diff().max()), "max_seqlen_q is the longest row")
     out = torch.zeros_like(q)
     for row, (begin, end, length) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), lens.tolist(), strict=True)):
-        blocks = table[row, : -(-length // k.shape[1])].long()
-        keys, values = (cache[blocks].flatten(0, 1)[:length].repeat_interleave(q.shape[1] // k.shape[2], dim=1) for cache in (k, v))
-        position, token = torch.arange(length - (end - begin), length)[:, None], torch.arange(length)[None]
+        first_page = 0 if window[0] < 0 else max(0, length - (end - begin) - window[0]) // k.shape[1]  # tiles begin in the first page that is seen
+        blocks, first = table[row, first_page : -(-length // k.shape[1])].long(), first_page * k.shape[1]
+        keys, values = (cache[blocks].flatten(0, 1)[: length - first].repeat_interleave(q.shape[1] // k.shape[2], dim=1) for cache in (k, v))
+        position, token = torch.arange(length - (end - begin), length)[:, None], torch.arange(first, length)[None]
         seen = (token <= position) if causal else torch.ones(end - begin, length, dtype=torch.bool)
         if window[0] >= 0:
             seen = seen & (token >= position - window[0])

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.attention import AttentionContext, LayerSpec
+from dovetail.api.attention import AttentionContext, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail_attention.pieces import CHUNK, _group_ends
 from dovetail_attention.sdpa import TorchAttention
+from dovetail_attention.units import Units
 from tests.attention.cases import Bench, Case, assert_close, cases
 from tests.support import examples
 
@@ -70,22 +71,6 @@ def test_many_decodes_of_very_different_lengths_are_attended_as_defined() -> Non
     assert_close(bench.run(), bench.expected())
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1]), max_size=8))
-@examples(quick=40, full=1000)
-def test_copies_of_blocks_run_as_if_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
-    backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 2))
-    layer = backend.make_layer(LayerSpec(0, 1, 1, 4, 1.0))
-    backend.allocate(6)
-    layer._k[:12] = layer._v[:12] = torch.arange(12.0)[:, None, None].expand(12, 1, 4)  # type: ignore[attr-defined]
-    blocks = list(range(6))
-    for src, dst in pairs:
-        blocks[dst] = blocks[src]
-    sources, targets = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64) for i in range(2))
-    backend.copy_blocks(sources, targets)
-    for cache in (layer._k, layer._v):  # type: ignore[attr-defined]
-        assert cache[:12:2, 0, 0].tolist() == [2.0 * block for block in blocks]
-
-
 def test_sinks_that_do_not_fit_a_layer_are_refused_and_it_does_not_attend_without_them() -> None:
     bench = Bench(TorchAttention, Case((0,), (5,), sinks=(True, False), windows=(None, None)))
     with_sinks, without = bench.layers
@@ -101,7 +86,7 @@ def test_sinks_that_do_not_fit_a_layer_are_refused_and_it_does_not_attend_withou
 
 def test_plan_before_prepare_is_an_error() -> None:
     backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 16))
-    with pytest.raises(DovetailError, match=r"before allocate\(\) and prepare\(\)"):
+    with pytest.raises(DovetailError, match=r"before prepare\(\)"):
         backend.plan(None)  # type: ignore[arg-type]
 
 
@@ -127,10 +112,36 @@ def test_a_row_in_blocks_that_follow_each_other_is_read_in_place() -> None:
     assert_close(bench.attend(), bench.expected())
 
 
+@pytest.mark.parametrize(("block_size", "row", "numbers"), [(3, 30, 10), (3, 37, 8), (2, 16, 8), (1, 9, 6)])
+def test_tokens_are_found_whatever_the_length_of_a_page(block_size: int, row: int, numbers: int) -> None:
+    spec = LayerSpec(0, 1, 1, numbers, 1.0)
+    cache = LayerCache((), block_size)
+    rows = torch.arange(4.0 * row).view(4, row)
+    units = Units.of(cache, rows, spec)
+    pages, offsets = torch.arange(4).repeat_interleave(block_size), torch.arange(block_size).repeat(4)
+    found = units.view(rows, spec)[units.of_slots(pages * block_size + offsets)]
+    assert torch.equal(found[:, 0], rows[:, : block_size * numbers].reshape(-1, numbers))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(5, 64)], "expected 2 of one shape"),
+        ([(5, 64), (5, 72)], "expected 2 of one shape"),
+        ([(5, 60), (5, 60)], "a page has 60 bytes, expected a multiple of 4 from 64 on"),
+        ([(5, 66), (5, 66)], "a page has 66 bytes"),
+    ],
+)
+def test_memory_that_does_not_fit_a_layer_is_refused(shapes: list[tuple[int, int]], words: str) -> None:
+    layer = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 2)).make_layer(LayerSpec(3, 1, 1, 8, 1.0))
+    with pytest.raises(DovetailError, match=f"attention layer 3: .*{words}"):
+        layer.bind(LayerCache(tuple(torch.zeros(shape, dtype=torch.uint8) for shape in shapes), 2))
+
+
 def test_layers_that_look_back_differently_are_planned_apart() -> None:
     case = Case((30, 9), (1, 1), windows=(None, 7))
     bench = Bench(TorchAttention, case)
     bench.run()
-    keys = {shape.window: int(part.lens.max()) for shape, (part,) in bench.backend.parts.items()}  # type: ignore[attr-defined]
+    keys = {shape.window: int(part.lens.max()) for (shape, _), (part,) in bench.backend.parts.items()}  # type: ignore[attr-defined]
     assert keys == {None: 31, 7: 7}
     assert_close(bench.attend(), bench.expected())

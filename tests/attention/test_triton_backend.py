@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.attention import AttentionBatch, AttentionContext, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail.runtime.graphs import Kind
@@ -62,8 +62,9 @@ class MixedGraphAttention(SharingAttention):
     size = 0
 
     def plan(self, batch: AttentionBatch) -> None:
-        padding = batch.slots.new_full((max(0, self.size - len(batch.slots)),), -1)
-        super().plan(replace(batch, slots=torch.cat([batch.slots, padding]), mixed_graph=True))
+        slots, waste_slot = batch.slots[0], self._layers[0]._k.shape[0] * self._layers[0]._k.shape[2] - 1
+        padded = torch.nn.functional.pad(slots, (0, max(0, self.size - slots.shape[1])), value=waste_slot)
+        super().plan(replace(batch, slots=(padded,), mixed_graph=True))
 
     def launches(self) -> list[object]:
         """Return the host arguments of the launches of `attend`, for each kind of layer."""
@@ -155,7 +156,7 @@ def test_blocks_smaller_and_larger_than_a_tile_are_read_as_defined(block_size: i
     assert_as_defined(Case((70, 40), (1, 30), block_size, heads=2, kv_heads=1))
 
 
-@pytest.mark.parametrize("head_size", [80, *(pytest.param(size, marks=full_when_interpreted) for size in (64, 96, 128)), 256])
+@pytest.mark.parametrize("head_size", [80, *(pytest.param(size, marks=full_when_interpreted) for size in (64, 96, 128)), 256, 512])
 def test_head_sizes_that_are_no_power_of_two_are_attended_as_defined(head_size: int) -> None:
     assert_as_defined(Case((70, 10), (1, 9), head_size=head_size, heads=2, kv_heads=1))
 
@@ -258,7 +259,7 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
     bench.write((0,) * len(history), case.history)
     bench.backend.shared_blocks = shared  # type: ignore[attr-defined]
     bench.write(case.history, case.lens, case.padding)
-    [whole_rows] = [schedule for shape, schedule in bench.backend.step.schedules.items() if shape.window is None]  # type: ignore[attr-defined]
+    [whole_rows] = [schedule for kind, schedule in bench.backend.step.schedules.items() if kind.shape.window is None]  # type: ignore[attr-defined]
     long_enough = shared * 16 - (min(own) == 0) >= whole_rows.decode_tiling.keys  # for a program to take one step over it
     assert (whole_rows.prefix.parts > 0) == long_enough
     assert_close(bench.attend(case.padding), bench.expected())
@@ -306,34 +307,15 @@ def test_q_k_and_v_may_be_parts_of_one_tensor() -> None:
     assert torch.equal(apart.layers[0].attend(q.contiguous()), together.layers[0].attend(q))
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1]), max_size=8))
-@few
-def test_copies_of_blocks_run_as_if_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
-    backend = TritonAttention(NoOptions(), AttentionContext(DEVICE, "float32", 2))
-    layer = backend.make_layer(LayerSpec(0, 1, 1, 4, 1.0))
-    backend.allocate(6)
-    caches = (layer._k, layer._v)  # type: ignore[attr-defined]
-    for cache in caches:
-        cache[:] = torch.arange(6.0)[:, None, None, None]
-    blocks = list(range(6))
-    for src, dst in pairs:
-        blocks[dst] = blocks[src]
-    src, dst = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=DEVICE) for i in range(2))
-    backend.copy_blocks(src, dst)
-    for cache in caches:
-        assert cache[:, 0, 1, 3].tolist() == [float(block) for block in blocks]
-
-
-def test_memory_is_what_bytes_per_block_says() -> None:
-    backend = TritonAttention(NoOptions(), AttentionContext(DEVICE, "bfloat16", 16))
-    layer = backend.make_layer(LayerSpec(0, 4, 2, 8, 1.0))
-    backend.allocate(10)
-    assert sum(cache.nbytes for cache in (layer._k, layer._v)) == 10 * backend.bytes_per_block(layer.spec)  # type: ignore[attr-defined]
+def test_pages_of_fp8_that_pairs_do_not_fill_are_refused() -> None:
+    layer = TritonAttention(NoOptions(), AttentionContext(DEVICE, "float16", 1, "float8_e4m3fn")).make_layer(LayerSpec(0, 1, 1, 8, 1.0))
+    with pytest.raises(DovetailError, match="a page has 9 bytes, and FP8 is read in pairs"):
+        layer.bind(LayerCache(tuple(torch.zeros((3, 9), dtype=torch.uint8, device=DEVICE) for _ in range(2)), 1))
 
 
 def test_plan_before_prepare_is_an_error() -> None:
     backend = TritonAttention(NoOptions(), AttentionContext(DEVICE, "float32", 16))
-    with pytest.raises(DovetailError, match=r"before allocate\(\) and prepare\(\)"):
+    with pytest.raises(DovetailError, match=r"before prepare\(\)"):
         backend.plan(None)  # type: ignore[arg-type]
 
 
@@ -345,11 +327,11 @@ def test_a_step_larger_than_prepared_for_is_an_error() -> None:
 
 
 def test_what_it_can_not_do_is_refused_in_words() -> None:
-    layers = [LayerSpec(0, 4, 2, 512, 1.0)]
+    layers = [LayerSpec(0, 4, 2, 520, 1.0)]
     reasons = TritonAttention.reasons_against(AttentionContext("cpu", "float32", 16), layers)
     assert len(reasons) == 2
     assert "device cpu" in reasons[0]
-    assert "head size 512" in reasons[1]
+    assert "head size 520" in reasons[1]
 
 
 @gpu

@@ -18,6 +18,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import compiling_ahead
+from dovetail.testing.memory import bind_layers
 from dovetail_attention import triton_backend
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import CUDA, HOPPER, REGISTERS, Shape, Tilings
@@ -31,7 +32,7 @@ DEPENDENT = "griddepcontrol.wait"
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed here that could be looked at."""
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda kind, limits: True)
 
 
 def attend(
@@ -52,17 +53,16 @@ def attend(
     if sinks:
         layer.bind_sinks(torch.zeros(heads, dtype=backend.dtype))
     layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if cache_dtype else None
-    backend.allocate(4)
+    bind_layers(backend, [layer], 4)
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
     lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
     starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
-    table, slots = torch.zeros((21, 4096 // block_size), dtype=torch.int32), torch.full((tokens,), -1)
+    table, slots = torch.zeros((1, 21, 4096 // block_size), dtype=torch.int32), torch.full((1, tokens), 4 * block_size)
     shared = 1024 // block_size
-    backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), table, slots, queries, lens, shared, mixed_graph))
+    backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), (table,), (slots,), queries, lens, shared, mixed_graph))
     qkv = torch.zeros(tokens, heads + 16, head_size, dtype=backend.dtype)
     layer.write(qkv[:, heads : heads + 8], qkv[:, heads + 8 :])
     layer.attend(qkv[:, :heads])
-    layer.copy_blocks(torch.tensor([0, 1]), torch.tensor([2, 3]))  # type: ignore[attr-defined]
     return backend
 
 
@@ -77,6 +77,7 @@ def attend(
         pytest.param("bfloat16", 80, 256, 512, False, False, marks=pytest.mark.slow),
         ("bfloat16", 80, 256, 512, False, True),
         ("float32", 256, 8, None, False, False),
+        pytest.param("bfloat16", 512, 16, None, False, False, marks=pytest.mark.slow),
         pytest.param("float32", 256, 8, None, False, True, marks=pytest.mark.slow),
     ],
 )
@@ -89,7 +90,7 @@ def test_attention_compiles_within_the_shared_memory(
         attend(dtype, head_size, block_size, window, mixed_graph)
     names = {kernel.name: kernel for kernel in kernels}
     prefill = "prefill_hopper" if loads_apart else "prefill_tiles"
-    assert names.keys() == {"scatter", "decode_shares", prefill, "copy_in_order", *([] if window else ["attend_prefix"])}
+    assert names.keys() == {"scatter", "decode_shares", prefill, *([] if window else ["attend_prefix"])}
     assert ("wgmma.mma_async" in names[prefill].ptx and "cp.async.bulk.tensor" in names[prefill].ptx) == loads_apart
     for kernel in kernels:
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES, kernel.name
@@ -110,7 +111,7 @@ def test_attention_with_sinks_or_capped_scores_compiles_within_the_shared_memory
 
     with compiling_for_hopper() as kernels:
         attend("bfloat16", head_size, 16, None, False, heads=64, sinks=sinks, softcap=softcap)
-    assert {kernel.name for kernel in kernels} == {"scatter", "decode_shares", prefill, "copy_in_order", "attend_prefix"}
+    assert {kernel.name for kernel in kernels} == {"scatter", "decode_shares", prefill, "attend_prefix"}
     assert all(kernel.shared_bytes <= SHARED_MEMORY_BYTES for kernel in kernels)
 
 
@@ -124,7 +125,7 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
         backend = attend("bfloat16", head_size, 16, None, True, sinks=head_size == 64)
         [schedule] = backend.planned.schedules.values()
         with pytest.raises(DovetailError, match="wrong numbers"):
-            triton_prefill_hopper.check(schedule.shape, schedule.limits, schedule.prefill_tiling)
+            triton_prefill_hopper.check(schedule.kind, schedule.limits, schedule.prefill_tiling)
     assert [kernel.name for kernel in kernels].count("prefill_hopper") == 1
 
 
@@ -240,7 +241,7 @@ def test_the_kernels_around_attention_compile() -> None:
 def backend_of(tilings: Tilings) -> TritonAttention:
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", 16))
     backend.tilings, backend.processors = tilings, 132
-    backend.make_layer(LayerSpec(0, 16, 8, 128, 0.1))
+    bind_layers(backend, [backend.make_layer(LayerSpec(0, 16, 8, 128, 0.1))], 4)
     return backend
 
 
@@ -252,19 +253,19 @@ def prefill_loads_apart(backend: TritonAttention) -> bool:
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_triton_in_which_the_kernel_for_prefills_fails_goes_without(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: computes)
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda kind, limits: computes)
     backend = backend_of(HOPPER)
     assert prefill_loads_apart(backend) == computes
     assert (backend.tilings, backend.planned.limits.tilings) == ((HOPPER,) * 2 if computes else (CUDA,) * 2)
 
 
 def test_other_tilings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: pytest.fail("nobody asked"))
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda kind, limits: pytest.fail("nobody asked"))
     assert prefill_loads_apart(backend_of(replace(HOPPER, scatter=(8, 1024))))
     assert not prefill_loads_apart(backend_of(CUDA))
 
 
 def test_while_kernels_are_compiled_ahead_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: pytest.fail("nothing is launched"))
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda kind, limits: pytest.fail("nothing is launched"))
     with compiling_ahead(torch.device("cpu"), 1):
         assert prefill_loads_apart(backend_of(HOPPER))

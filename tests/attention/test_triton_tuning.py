@@ -18,6 +18,7 @@ from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, REGISTER
 
 SHARED_MEMORY_BYTES = 227 << 10  # of a multiprocessor (Hopper)
 SHAPES = [Shape(2, head_size, itemsize, block_size) for head_size in (16, 32, 64, 128, 256) for itemsize in (2, 4) for block_size in (8, 16, 256)]
+SHAPES += [Shape(2, 512, 2, 16), Shape(2, 512, 2, 16, cache_itemsize=1)]
 SHAPES += [Shape(2, head_size, itemsize, 16, cache_itemsize=1) for head_size in (64, 128, 256) for itemsize in (2, 4)]
 SHAPES += [Shape(group, 512, 2, 16, rest=64) for group in (1, 20, MOST_OF_LATENT)]
 OTHERS = [other for other in GPUS.values() if not other.is_hopper]

@@ -240,7 +240,7 @@ def configs(llm: LLM) -> None:
     assert (model.model, model.tokenizer, model.max_model_len, model.get_vocab_size()) == ("demo", "demo", 64, 1024)
     assert (model.dtype, model.architecture) == ("float32", engine.capacity.details["model"])
     assert (scheduler.policy, scheduler.max_num_seqs, scheduler.max_model_len) == ("fcfs", 8, 64)
-    assert (cache.block_size, cache.num_gpu_blocks, cache.enable_prefix_caching) == (16, engine.capacity.num_blocks, True)
+    assert (cache.block_size, cache.num_gpu_blocks, cache.enable_prefix_caching) == (16, engine.capacity.num_pages, True)
     assert cache.cache_dtype == "float32", "as the activations"
     assert (parallel.tensor_parallel_size, parallel.world_size) == (1, 1)
 

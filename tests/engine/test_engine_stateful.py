@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dovetail.api.kv_cache import CacheGroup, KVLayout
 from tests.engine.policies import EVERY_POLICY, Named
 from tests.engine.world import Shape, Spec, World
 from tests.support import examples
@@ -18,16 +19,17 @@ from tests.support import examples
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    block_size = draw(st.integers(1, 5))
-    max_model_len = draw(st.integers(4, 40))
-    enough = -(-max_model_len // block_size)
+    max_model_len, max_tokens = draw(st.integers(4, 40)), draw(st.integers(1, 64))
+    windows = draw(st.sampled_from([(None,), (None,), (1,), (3,), (8,), (None, 3), (None, 8), (2, 9), (None, 1, 6)]))
+    unit = draw(st.integers(1, 5))
+    groups = tuple((unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3]))) for window in windows)
+    layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
     return Shape(
-        num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
-        block_size=block_size,
-        window=draw(st.sampled_from([None, None, None, 1, 3, 8])),
+        num_blocks=layout.most_pages(max_model_len, max_tokens) + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
+        groups=groups,
         max_in_flight=draw(st.integers(1, 4)),
         overlap=draw(st.sampled_from([True, True, False])),
-        max_tokens=draw(st.integers(1, 64)),
+        max_tokens=max_tokens,
         max_seqs=draw(st.integers(1, 6)),
         max_model_len=max_model_len,
         vocab_size=draw(st.sampled_from([3, 11, 97])),

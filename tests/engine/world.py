@@ -38,6 +38,7 @@ class Shape:
     num_blocks: int = 64
     block_size: int = 4
     window: int | None = None
+    groups: tuple[tuple[int, int | None, int], ...] = ()  # as `FakeExecutorOptions` has them, instead of `block_size` and `window`
     max_in_flight: int = 2
     overlap: bool = True
     max_tokens: int = 64  # a step
@@ -198,6 +199,7 @@ class World:
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
             window=shape.window,
+            groups=shape.groups,
             max_in_flight=shape.max_in_flight,
             vocab_size=shape.vocab_size,
             max_model_len=shape.max_model_len,
@@ -207,8 +209,8 @@ class World:
         config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
         self.executor = executor(fake, ExecutorContext(config, self.clock))
         capacity = self.executor.start()
-        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_blocks))
-        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
+        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_pages))
+        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_pages, capacity.layout.block_size, shape.seed)
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
         hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
@@ -319,7 +321,7 @@ class World:
     def check_end(self) -> None:
         """After all requests have ended and everything in flight was dropped or delivered."""
         self.check()
-        assert self.kv.counts.held == 0, "blocks are held by nobody"
+        assert self.kv.counts.held == 0, "pages are held by nobody"
         assert {*self.finished} | self.aborted == {*self.requests}, "a request was lost"
         assert sorted(self.heard.finished) == sorted(self.heard.arrived), "once per arrival"
         for id, finish in self.finished.items():
@@ -346,12 +348,15 @@ class World:
             assert (request in books.gated) == (request.status is Status.GATED), request
             assert (request in books.running.as_tuple()) == (request.status is Status.RUNNING), request
             assert (request in books.known) == (request.status in (Status.GATED, Status.WAITING, Status.RUNNING, Status.DRAINING)), request
-            assert request.capacity == len(request.blocks) * self.shape.block_size
             assert request.num_computed <= request.capacity
+            if request.capacity:
+                groups = self.core.books.layout.groups
+                tables = zip(groups, self.kv.tables(request), strict=True)
+                assert request.capacity == min(len(pages) // group.pages_per_block * group.block_tokens for group, pages in tables)
             if request.status in (Status.RUNNING, Status.DRAINING):
-                assert request.blocks
+                assert request.capacity
             elif request not in books.lingering:
-                assert not request.blocks
+                assert not request.capacity
                 assert request.row == -1
             if request.status is not Status.FINISHED:
                 assert request.in_flight == in_flight[request], request
@@ -388,7 +393,7 @@ class World:
     def story(self) -> list[object]:
         """All that a policy saw and all that was sent to the executor: equal in equal runs."""
         batches = [
-            (b.step, b.rows.tolist(), b.num_tokens.tolist(), b.yields_token.tolist(), b.new_blocks.tolist(), b.copies) for b in self.executor.sent
+            (b.step, b.rows.tolist(), b.num_tokens.tolist(), b.yields_token.tolist(), b.new_pages.tolist(), b.copies) for b in self.executor.sent
         ]
         return [self.heard.calls, batches, self.tokens, self.finished, self.clock.now()]
 

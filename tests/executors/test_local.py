@@ -67,12 +67,12 @@ def test_it_generates_what_transformers_does_with_steps_in_flight(
 
 def test_it_says_what_it_chose(started: tuple[LocalExecutor, Capacity]) -> None:
     capacity = started[1]
-    assert capacity.num_blocks == 30
+    assert capacity.num_pages == 30
     assert capacity.max_in_flight == 3
     assert capacity.max_model_len == 64
     assert capacity.vocab_size == 1024
     assert capacity.layout.block_size == 16
-    assert capacity.layout.bytes_per_block == BLOCK_BYTES
+    assert capacity.layout.page_bytes == BLOCK_BYTES
     details = dict(capacity.details)
     assert details["attention"] == "dovetail:torch"
     assert details["dtype"] == "float32"

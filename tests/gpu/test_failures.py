@@ -52,7 +52,7 @@ def test_out_of_memory_at_start_says_what_was_asked_what_is_free_and_what_to_low
         with pytest.raises(UnsupportedError, match=r"can't start: OutOfMemoryError: .*Tried to allocate .* is free.*lower .* kv_cache_memory"):
             LLMEngine.from_config(settings)
         with LLMEngine.from_config({**settings, "kv_cache_memory": "64MiB"}) as engine:  # and the GPU is fine
-            assert engine.capacity.num_blocks > 0
+            assert engine.capacity.num_pages > 0
 
 
 def test_a_share_of_the_memory_that_leaves_no_room_says_what_to_raise() -> None:

@@ -39,7 +39,7 @@ def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unu
 def test_what_a_padding_row_says_is_never_followed() -> None:
     bench = Bench(FlashAttention, real(Case((300, 8), (1, 1), padding=5)))
     assert_close(bench.run(), bench.expected(), ROUNDING)
-    torch.cuda.synchronize()  # a block table of -7 would be found out here
+    torch.cuda.synchronize()
 
 
 def test_a_graph_of_one_decode_step_replays_any_other_of_as_many_rows() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
@@ -13,9 +13,12 @@ from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 _ids = count()
 
 
-def manager(num_blocks: int = 8, block_size: int = 4, *, reuse: bool = True, window: int | None = None) -> PrefixCache:
-    layout = KVLayout((KVGroup((0,), window, 1024),), block_size, "float32")
-    return PrefixCache(PrefixOptions(reuse=reuse), KVContext(layout, num_blocks))
+def manager(num_pages: int = 8, block_size: int = 4, *, reuse: bool = True, window: int | None = None) -> PrefixCache:
+    return manager_of(CacheGroup((0,), block_size, window), num_pages=num_pages, reuse=reuse)
+
+
+def manager_of(*groups: CacheGroup, num_pages: int, reuse: bool = True) -> PrefixCache:
+    return PrefixCache(PrefixOptions(reuse=reuse), KVContext(KVLayout(groups, 1024, "float32"), num_pages))
 
 
 def request(tokens: Sequence[int], *, id: str | None = None, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> LiveRequest:
@@ -29,9 +32,9 @@ def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
 
 
 def compute(kv: PrefixCache, request: LiveRequest, num_tokens: int | None = None) -> tuple[int, ...]:
-    """Allocate and commit all (or `num_tokens`) of its known tokens; returns the blocks given."""
+    """Allocate and commit all (or `num_tokens`) of its known tokens; returns the pages given in the first group."""
     tokens = request.num_tokens if num_tokens is None else num_tokens
     allocation = kv.allocate(request, tokens)
     assert allocation is not None
     kv.commit(request, tokens)
-    return allocation.blocks
+    return allocation.pages[0]

@@ -78,7 +78,7 @@ def test_no_block_costs_much_however_many_there_are(reused: bool) -> None:
             before = tracemalloc.get_traced_memory()[0]
             block = pool.block_of.get(digest)
             if block is None:
-                block = pool.take()
+                (block,) = pool.take()
                 pool.publish(block, digest)
             else:
                 pool.hold([block])

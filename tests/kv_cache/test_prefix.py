@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dovetail.api.component import ComponentSpec
-from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
+from dovetail.api.kv_cache import HOLE, Allocation, PageCopy, PageCounts
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
 from dovetail_kv_cache.prefix import HashChain, HashName, PrefixCache, PrefixOptions, make_digest
@@ -34,7 +34,7 @@ def test_an_unknown_option_is_an_error() -> None:
 
 
 def test_a_fresh_pool_hands_out_blocks_from_the_first() -> None:
-    assert manager(block_size=4).allocate(request([1] * 9), 9) == Allocation((0, 1, 2), cached=0)
+    assert manager(block_size=4).allocate(request([1] * 9), 9) == Allocation(((0, 1, 2),), cached=0)
 
 
 def test_without_reuse_nothing_is_found_and_nothing_stays() -> None:
@@ -43,7 +43,7 @@ def test_without_reuse_nothing_is_found_and_nothing_stays() -> None:
     kv.free(first)
     assert not kv.capabilities.reuse
     assert kv.lookup(first) == 0
-    assert kv.counts == BlockCounts(free=8, held=0, cached=0)
+    assert kv.counts == PageCounts(free=8, held=0, cached=0)
 
 
 @examples(quick=60, full=500)
@@ -126,18 +126,18 @@ def test_a_block_computed_twice_is_found_once_and_its_copy_becomes_empty() -> No
     one = compute(kv, first)  # its only block holds the last token, so that second can't share it
     compute(kv, second)
     kv.free(second)
-    assert kv.counts == BlockCounts(free=7, held=1, cached=0)
+    assert kv.counts == PageCounts(free=7, held=1, cached=0)
     found = kv.allocate(request(range(5)), 5)
     assert found is not None
-    assert found.blocks[0] == one[0]
+    assert found.pages[0][0] == one[0]
 
 
 def test_a_request_may_get_room_before_its_tokens_are_known() -> None:
     kv, first = manager(8, 4), request(range(3))
     allocation = kv.allocate(first, 16)
     assert allocation is not None
-    assert len(allocation.blocks) == 4
-    assert kv.allocate(first, 16) == Allocation(())
+    assert len(allocation.pages[0]) == 4
+    assert kv.allocate(first, 16) == Allocation(((),))
 
 
 def test_uncommitting_a_duplicate_leaves_the_one_that_is_found() -> None:
@@ -154,18 +154,18 @@ def test_copies_come_in_the_order_of_the_forks() -> None:
     compute(kv, parent)
     kv.fork(parent, child, 5)
     kv.fork(child, grandchild, 5)
-    assert list(kv.take_copies()) == [BlockCopy(1, 2), BlockCopy(2, 3)]
+    assert list(kv.take_copies()) == [PageCopy(1, 2), PageCopy(2, 3)]
 
 
 def test_blocks_before_a_window_are_let_go_and_the_table_keeps_its_length() -> None:
     kv, first = manager(4, 4, window=4), request(range(12))
     compute(kv, first)
-    kv.trim(first, 9)
-    assert kv.counts == BlockCounts(free=1, held=1, cached=2)
-    assert kv.blocks_needed(request([99]), 1, without=[first]) == 0
-    kv.trim(first, 5)  # nothing comes back
+    kv.trim(first, 12)
+    assert kv.counts == PageCounts(free=1, held=1, cached=2)
+    assert kv.pages_needed(request([99]), 1, without=[first]) == 0
+    kv.trim(first, 8)  # nothing comes back
     generate(first, [12])
-    assert kv.allocate(first, 13) == Allocation((3,))
+    assert kv.allocate(first, 13) == Allocation(((3,),))
     kv.free(first)
     assert kv.counts.held == 0
 
@@ -173,10 +173,10 @@ def test_blocks_before_a_window_are_let_go_and_the_table_keeps_its_length() -> N
 def test_a_fork_may_begin_where_the_window_hides_what_was_trimmed() -> None:
     kv, parent, child = manager(8, 4, window=4), request(range(12)), request(range(12))
     compute(kv, parent)
-    kv.trim(parent, 8)
-    assert kv.fork(parent, child, 11) == Allocation((0, 1, 3), cached=11)
+    kv.trim(parent, 11)
+    assert kv.fork(parent, child, 11) == Allocation(((HOLE, HOLE, 3),), cached=11)
     kv.check_integrity()
-    with pytest.raises(DovetailError, match="needs token 6"):
+    with pytest.raises(DovetailError, match="needs block 1 of group 0"):
         kv.fork(parent, request(range(12)), 9)
 
 
@@ -200,16 +200,16 @@ def test_misuse_names_the_request_and_what_it_holds() -> None:
 def test_blocks_let_go_before_they_were_committed_are_never_found() -> None:
     kv, first = manager(4, 4, window=4), request(range(12))
     kv.allocate(first, 12)
-    kv.trim(first, 8)
+    kv.trim(first, 11)
     kv.commit(first, 12)
     kv.check_integrity()
-    assert kv.counts == BlockCounts(free=3, held=1, cached=0)
+    assert kv.counts == PageCounts(free=3, held=1, cached=0)
 
 
 def test_what_is_uncommitted_after_it_was_let_go_is_empty() -> None:
     kv, first = manager(4, 4, window=4), request(range(12))
     compute(kv, first)
-    kv.trim(first, 8)
+    kv.trim(first, 11)
     kv.uncommit(first, 0)
-    assert kv.counts == BlockCounts(free=3, held=1, cached=0)
+    assert kv.counts == PageCounts(free=3, held=1, cached=0)
     kv.check_integrity()

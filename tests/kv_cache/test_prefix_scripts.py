@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 
-from dovetail.testing.suites.kv_cache import SCRIPTS
-from dovetail.testing.suites.kv_model import KVWorld
-from dovetail.testing.suites.kv_scripts import draw_script, draw_shape
+from dovetail.testing.suites.kv_cache import GROUP_SCRIPTS, SCRIPTS
+from dovetail.testing.suites.kv_model import KVWorld, Shape
+from dovetail.testing.suites.kv_scripts import draw_groups, draw_script, draw_shape
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.support import FULL
 
+FIRST = SCRIPTS + GROUP_SCRIPTS  # seed
 
+
+@pytest.mark.parametrize("draw", [draw_shape, draw_groups])
 @pytest.mark.parametrize("reuse", [True, False])
-def test_no_claim_of_the_kind_is_ever_broken(reuse: bool) -> None:
-    for seed in range(SCRIPTS, 10_000 if FULL else SCRIPTS + 100):
+def test_no_claim_of_the_kind_is_ever_broken(reuse: bool, draw: Callable[[Random], Shape]) -> None:
+    for seed in range(FIRST, 5_000 if FULL else FIRST + 40):
         random = Random(seed)
-        KVWorld(lambda context: PrefixCache(PrefixOptions(reuse=reuse), context), draw_shape(random)).run(draw_script(random))
+        world = KVWorld(lambda context: PrefixCache(PrefixOptions(reuse=reuse), context), draw(random))
+        world.run(draw_script(random))
+        assert not world.breaches, seed

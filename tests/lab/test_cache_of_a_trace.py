@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
@@ -34,7 +34,7 @@ def as_request(index: int, hash_ids: tuple[int, ...]) -> TraceRequest:
 
 
 def hits_of_the_manager(prompts: list[tuple[int, ...]], num_blocks: int) -> list[int]:
-    manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((KVGroup((0,), None, 1),), BLOCK, "none"), num_blocks))
+    manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((CacheGroup((0,), BLOCK),), 1, "none"), num_blocks))
     hits = []
     for index, hash_ids in enumerate(prompts):
         one = as_request(index, hash_ids)

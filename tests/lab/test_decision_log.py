@@ -98,6 +98,23 @@ def test_every_event_keeps_to_the_format(log: Logged) -> None:
     assert {event["name"] for event in log.events if event["ph"] == "M"} == {"process_name", "process_labels", "thread_name", "thread_sort_index"}
 
 
+def test_pages_are_counted_by_cache_group_if_there_are_several(log: Logged, tmp_path: Path) -> None:
+    model = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9, "sliding_window": 16, "sliding_window_pattern": 2}
+    path = tmp_path / "windowed.json"
+    config = {
+        "max_model_len": 256,
+        "executor": {"name": "simulated", "num_blocks": 200, "step_time": {"kind": "linear", "base_s": 0.01}, "model": model},
+        "observers": [{"name": "decision_log", "path": str(path)}],
+    }
+    windowed = Logged(replay(config, load_workload("requests=4 arrivals=poisson(50) prompt=100 output=40")), path)
+    by_group = [event["args"] for event in windowed.events if event["name"] == "KV blocks held by group"]
+    held = [event["args"]["held"] for event in windowed.events if event["name"] == "KV blocks"]
+    assert [sum(groups.values()) for groups in by_group] == held
+    assert by_group[-2].keys() == {"full", "window 16"}
+    assert by_group[-2]["full"] > by_group[-2]["window 16"] > 0
+    assert not any(event["name"] == "KV blocks held by group" for event in log.events)
+
+
 def assert_nested(slices: list[Event]) -> None:
     """In order of their beginnings, with outer ones first, each ends within those that are open."""
     open_until: list[int] = []

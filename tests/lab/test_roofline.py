@@ -126,7 +126,7 @@ def test_a_config_is_read_from_its_file_and_its_folder(tmp_path: Path) -> None:
         ({"hidden_size": None}, "expected hidden_size or n_embed or n_embd as a positive integer, got None"),
         ({"num_attention_heads": -3}, "num_attention_heads.*-3"),
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"sliding_window": 4096}, "sliding_window"),
+        ({"sliding_window": "long"}, "sliding_window"),
         ({"num_experts": 64}, "num_experts_per_tok"),
         ({"mlp_only_layers": [0]}, "dense layers among"),
     ],

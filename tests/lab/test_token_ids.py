@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
@@ -52,7 +52,7 @@ def test_a_text_is_its_spans_one_after_the_other_and_then_its_own(spans: list[Sp
 
 @pytest.mark.parametrize("block_size", [1, 16, 512])
 def test_the_prefix_cache_finds_what_requests_share(block_size: int) -> None:
-    kv = PrefixCache(PrefixOptions(), KVContext(KVLayout((KVGroup((0,), None, 1),), block_size, "none"), 4096 // block_size))
+    kv = PrefixCache(PrefixOptions(), KVContext(KVLayout((CacheGroup((0,), block_size),), 1, "none"), 4096 // block_size))
     first = TraceRequest("a", 0.0, 1100, 1, spans=(Span(7, 0, 512), Span(8, 0, 512)))
     second = TraceRequest("b", 0.0, 1100, 1, spans=(Span(7, 0, 512), Span(8, 0, 512)))
     requests = [Request(r.id, prompt_ids(r, 32_000).tolist(), SamplingParams(), max_tokens=1) for r in (first, second)]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 pytest.importorskip("triton")
 
-from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import BuildContext
 from dovetail.api.sampler import Capture, RowHistory, RowSampling
 from dovetail.errors import UnsupportedError
@@ -27,6 +27,7 @@ from dovetail.runtime.weights import dummy_weights
 from dovetail_samplers.table import DeviceRows
 from tests.kernels import INTERPRETED
 from tests.models.oracle import CPU, arch_of
+from tests.runtime.fakes import layout
 from tests.samplers.helpers import Row, ready, sample
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels can always be had")
@@ -55,6 +56,9 @@ class Echo(AttentionLayer):
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
         self.written: list[torch.Tensor] = []
+
+    def bind(self, cache: LayerCache) -> None:
+        """It has no cache."""
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.written.append(k + v)
@@ -108,7 +112,7 @@ def test_sums_in_parts_are_added_without_the_kernel(asked: set[str]) -> None:
 
 def test_rows_are_drawn_and_grow_without_kernels(request: pytest.FixtureRequest) -> None:
     def computed() -> list[torch.Tensor]:
-        state, rows = RowState(3, 8, 4, CPU), torch.arange(3)
+        state, rows = RowState(3, 8, layout(4), CPU), torch.arange(3)
         state.num_tokens[:3] = torch.tensor([2, 3, 1])
         state.token_ids[:3, :4] = torch.arange(12).view(3, 4)
         drawn = DeviceRows(3, 50, CPU)

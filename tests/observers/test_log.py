@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from pydantic import ValidationError
 
-from dovetail.api.kv_cache import BlockCounts
+from dovetail.api.kv_cache import CacheGroup, PageCounts
 from dovetail.api.observer import EngineStarted, EngineStopped, ObserverContext, RequestPreempted, StepFinished
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ def step(index: int, started: float, ended: float, *, prefill: int = 0, decode: 
         running=3,
         preempted=0,
         recomputed_tokens=0,
-        blocks=BlockCounts(free=5, held=3, cached=2),
+        blocks=PageCounts(free=5, held=3, cached=2, held_by_group=(1, 2)),
         core_s=0.0,
     )
 
@@ -106,6 +106,20 @@ def test_the_start_names_what_runs(log: LogObserver, caplog: pytest.LogCaptureFi
     log.on_started(EngineStarted(0.0, "dovetail:fcfs", "dovetail:prefix", "dovetail:local", 10, 16, 1, {"device": "cpu", "dtype": "float32"}))
     assert caplog.messages == [
         "started: scheduler dovetail:fcfs, kv_cache dovetail:prefix (10 blocks of 16), executor dovetail:local (device cpu, dtype float32)"
+    ]
+
+
+def test_cache_groups_are_described_at_the_start_and_told_apart_later(log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture) -> None:
+    groups = (CacheGroup((1,), 16), CacheGroup((0,), 16, 128))
+    described = "1 layers, full attention, blocks of 16 tokens in 1 page; 1 layers, window 128, blocks of 16 tokens in 1 page"
+    log.on_started(EngineStarted(0.0, "fcfs", "prefix", "local", 10, 16, 1, {"device": "cpu", "kv_groups": described}, groups))
+    wall.time += 5
+    log.on_step(step(0, 0.0, 1.0, decode=4))
+    assert caplog.messages == [
+        "started: scheduler fcfs, kv_cache prefix (10 blocks of 16), executor local (device cpu)",
+        "cache group: 1 layers, full attention, blocks of 16 tokens in 1 page",
+        "cache group: 1 layers, window 128, blocks of 16 tokens in 1 page",
+        "running 3, waiting 2 | prefill 0 tok/s, decode 4 tok/s | KV 30.0% used (full 10.0%, window 128 20.0%), prefix hits 0% | 0 preemptions",
     ]
 
 

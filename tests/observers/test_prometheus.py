@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -13,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from dovetail import LLM, SamplingParams
-from dovetail.api.observer import EngineStarted, EngineStopped, ObserverContext
+from dovetail.api.kv_cache import CacheGroup, PageCounts
+from dovetail.api.observer import EngineStarted, EngineStopped, ObserverContext, StepFinished
 from dovetail.errors import ConfigError
 from dovetail_observers.prometheus import PrometheusObserver, PrometheusOptions
 from dovetail_server.engine import ServedEngine
@@ -70,6 +72,19 @@ def test_port_zero_takes_a_free_one_for_each() -> None:
     for observer in observers:
         assert value(scraped(observer.port), "dovetail_engine_info", part_scheduler="dovetail:fcfs") == 1
         observer.on_stopped(EngineStopped(1.0, None))
+
+
+def test_pages_are_told_apart_by_cache_group() -> None:
+    observer = PrometheusObserver(PrometheusOptions(model_name="m"), CONTEXT)
+    observer.on_started(replace(STARTED, cache_groups=(CacheGroup((1,), 16), CacheGroup((0,), 16, 128))))
+    try:
+        counts = PageCounts(free=4, held=5, cached=1, held_by_group=(3, 2))
+        observer.on_step(StepFinished(0, 0.0, 0.0, 1.0, 1, 0, 1, 0, 0, 1, 0, 0, counts, 0.0))
+        families = scraped(observer.port)
+    finally:
+        observer.on_stopped(EngineStopped(1.0, None))
+    assert [value(families, "dovetail_kv_group_blocks", group=group) for group in ("full", "window 128")] == [3, 2]
+    assert value(families, "dovetail_kv_blocks", state="held") == 5
 
 
 def test_what_it_has_in_common_with_the_server_is_of_the_same_type_and_bounds() -> None:

@@ -101,6 +101,13 @@ def test_charts_and_counts_follow_the_engine(browser: Browser, toy: ToyServer) -
 
 
 @needs_chromium
+def test_pages_are_shown_by_cache_group(browser: Browser, toy: ToyServer) -> None:
+    ask_by_keyboard(opened(browser, toy), "Wilt thou be gone?")
+    browser.wait_for("document.querySelector('#counts').textContent.includes('KV cache held: window 1281.0 %')")
+    assert "KV cache held: full6.0 %" in browser.evaluate("document.querySelector('#counts').textContent")
+
+
+@needs_chromium
 def test_the_schedulers_last_steps_are_shown_the_latest_first(browser: Browser, toy: ToyServer) -> None:
     ask_by_keyboard(opened(browser, toy), "Wilt thou be gone?")
     browser.wait_for("document.querySelectorAll('#steps tbody tr').length >= 2")

@@ -31,6 +31,7 @@ INFO = EngineInfo(
     num_blocks=100,
     parts={"scheduler": "dovetail-llm:fcfs", "kv_cache": "dovetail-llm:prefix", "executor": "dovetail-llm:local", "sampler": "dovetail-llm:torch"},
     details={"device": "cpu", "dtype": "float32", "attention": "dovetail-llm:torch"},
+    cache_groups=("full", "window 128"),
 )
 WORDS = ["It", " was", " the", " nightingale,", " and", " not", " the", " lark."]
 
@@ -91,7 +92,7 @@ class ToyServer:
     def under_way(self, change: int) -> None:
         self.running += change
         held = min(90, 7 * self.running)
-        self.engine.load = Load(min(8, self.running), max(0, self.running - 8), held, 90 - held, 10)
+        self.engine.load = Load(min(8, self.running), max(0, self.running - 8), held, 90 - held, 10, (held - held // 7, held // 7))
 
 
 def event(value: object) -> bytes:

@@ -61,7 +61,7 @@ def prefill(capacity: Capacity, prompts: list[list[int]], step: int = 0, **sampl
         count = -(-(len(prompt) + 16) // size)
         blocks = np.arange(next_block, next_block + count, dtype=np.int32)
         next_block += count
-        added.append(NewRow(row, f"request-{row}", np.array(prompt, np.int32), len(prompt), 0, blocks, RowSampling(temperature=0.0, **sampling)))
+        added.append(NewRow(row, f"request-{row}", np.array(prompt, np.int32), len(prompt), 0, (blocks,), RowSampling(temperature=0.0, **sampling)))
     rows = np.arange(len(prompts), dtype=np.int32)
     lens = np.array([len(prompt) for prompt in prompts], np.int32)
     return empty_batch(step=step, added=tuple(added), rows=rows, num_tokens=lens, yields_token=np.ones(len(prompts), np.bool_))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,9 +14,10 @@ from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, Masks, NewRow, Result
-from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.kv_cache import CacheGroup, KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerContext
 from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
 from dovetail_attention.sdpa import TorchAttention
@@ -25,10 +26,14 @@ VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
 NAN_TOKEN = VOCAB - 1  # its embedding is NaN; never sampled
 
 
-class TinyModel(nn.Module):
-    """Two layers of attention, with positions in the embedding."""
+def spec_of(index: int, window: int | None = None) -> LayerSpec:
+    return LayerSpec(index, HEADS, KV_HEADS, SIZE, 0.5, window)
 
-    def __init__(self, backend: TorchAttention) -> None:
+
+class TinyModel(nn.Module):
+    """Layers of attention with these windows, and positions in the embedding."""
+
+    def __init__(self, make_layer: Callable[[LayerSpec], AttentionLayer], windows: Sequence[int | None] = (None, None)) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
@@ -41,8 +46,8 @@ class TinyModel(nn.Module):
         self.head = weights(HIDDEN, VOCAB)
         self.head[:, NAN_TOKEN] = 0
         self.layers: list[tuple[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for index in range(2):
-            layer = backend.make_layer(LayerSpec(index, HEADS, KV_HEADS, SIZE, 0.5))
+        for index, window in enumerate(windows):
+            layer = make_layer(spec_of(index, window))
             kv_width = KV_HEADS * SIZE
             self.layers.append((layer, weights(HIDDEN, HEADS * SIZE), weights(HIDDEN, kv_width), weights(HIDDEN, kv_width)))
 
@@ -79,6 +84,12 @@ class Greedy(Sampler):
         return SampledTokens(token_ids, top_logprobs(logits, token_ids, max(k for k in asked if k is not None)))
 
 
+def layout(*groups: tuple[int, int | None, int] | int) -> KVLayout:
+    """Groups of (block_tokens, window, pages_per_block); a number: block_tokens of a full group."""
+    settings = [(group, None, 1) if isinstance(group, int) else group for group in groups]
+    return KVLayout(tuple(CacheGroup((index,), *setting) for index, setting in enumerate(settings)), 1, "none")
+
+
 @dataclass
 class Bench:
     """A runner with a tiny model, and the books that the core would keep: which row and blocks each request has."""
@@ -87,6 +98,7 @@ class Bench:
     max_len: int = 64
     block_size: int = 4
     num_blocks: int = 40
+    windows: tuple[int | None, ...] = (None, None)  # of the layers
     step: int = 0
     free_blocks: list[int] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)  # row -> blocks
@@ -94,13 +106,17 @@ class Bench:
     def __post_init__(self) -> None:
         device = torch.device("cpu")
         self.backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", self.block_size))
-        self.model = TinyModel(self.backend)
-        self.backend.allocate(self.num_blocks)
+        planned = kv_layout(self.backend, [spec_of(index, window) for index, window in enumerate(self.windows)], "float32")
+        self.pool, self.layout = KVPool(planned, device), planned.layout
+        self.model = TinyModel(self.pool.wrap(self.backend.make_layer), self.windows)
+        num_pages = self.num_blocks * self.layout.pages(self.block_size)
+        self.pool.allocate(num_pages)
         self.backend.prepare(self.max_rows, 256, self.max_len)
-        self.rows = RowState(self.max_rows, self.max_len, self.block_size, device)
+        self.rows = RowState(self.max_rows, self.max_len, self.layout, device)
+        self.rows.pool_allocated(num_pages)
         self.sampler: Greedy = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
         self.sampler.prepare(self.max_rows)
-        self.runner = Runner(self.model, self.backend, self.sampler, self.rows, WallClock(), VOCAB)
+        self.runner = Runner(self.model, self.backend, self.pool, self.sampler, self.rows, WallClock(), VOCAB)
         self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()
 
     def new(self, row: int, tokens: Sequence[int], sampling: RowSampling | None = None, prompt_len: int | None = None, computed: int = 0) -> NewRow:
@@ -112,11 +128,19 @@ class Bench:
             np.array(tokens, np.int32),
             len(tokens) if prompt_len is None else prompt_len,
             computed,
-            np.array(self.blocks[row], np.int32),
+            tuple(np.array(pages, np.int32) for pages in self.pages(self.blocks[row])),
             sampling or RowSampling(),
         )
 
-    def batch(self, work: dict[int, int], added: Sequence[NewRow], removed: Sequence[int], copies: Sequence[BlockCopy]) -> Batch:
+    def pages(self, blocks: Sequence[int]) -> tuple[list[int], ...]:
+        """Return the pages of these blocks, by group: those of a block follow each other."""
+        counts = [group.pages_per_block for group in self.layout.groups]
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        return tuple(
+            [block * sum(counts) + start + page for block in blocks for page in range(count)] for start, count in zip(starts, counts, strict=True)
+        )
+
+    def batch(self, work: dict[int, int], added: Sequence[NewRow], removed: Sequence[int], copies: Sequence[PageCopy]) -> Batch:
         """`work`: row -> tokens to compute. Blocks are handed out as needed. A row samples when its last known token is computed."""
         computed, known = self.rows.computed.copy(), self.rows.known.copy()
         for row in removed:
@@ -134,20 +158,19 @@ class Bench:
             step=self.step,
             removed=np.array(removed, np.int32),
             added=tuple(added),
-            new_block_rows=np.array([row for row, _ in appended], np.int32),
-            new_blocks=np.array([block for _, block in appended], np.int32),
+            new_pages=np.array(
+                [(group, row, page) for row, block in appended for group, pages in enumerate(self.pages([block])) for page in pages], np.int32
+            ).reshape(-1, 3),
             copies=tuple(copies),
             rows=np.array(list(work), np.int32),
             num_tokens=np.array(list(work.values()), np.int32),
             yields_token=np.array([ends[row] == known[row] for row in work], np.bool_),
         )
 
-    def submit(
-        self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[BlockCopy] = ()
-    ) -> PendingStep:
+    def submit(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[PageCopy] = ()) -> PendingStep:
         return self.runner.submit(self.batch(work, added, removed, copies))
 
-    def run(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[BlockCopy] = ()) -> Result:
+    def run(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[PageCopy] = ()) -> Result:
         return self.runner.collect(self.submit(work, added, removed, copies))
 
     def run_late(self, work: dict[int, int], added: Sequence[NewRow] = (), allowed: Mapping[int, Sequence[int]] | None = None) -> Result:
@@ -164,11 +187,11 @@ class Bench:
         return self.runner.collect(pending)
 
 
-def generate(prompt: Sequence[int], count: int) -> list[int]:
+def generate(prompt: Sequence[int], count: int, windows: tuple[int | None, ...] = (None, None)) -> list[int]:
     """Return the tiny model's tokens after a prompt, each computed from scratch and without other requests: the oracle of the runner's tests."""
     tokens = list(prompt)
     for _ in range(count):
-        bench = Bench(max_rows=1, block_size=64, num_blocks=1)
+        bench = Bench(max_rows=1, block_size=64, num_blocks=1, windows=windows)
         result = bench.run({0: len(tokens)}, [bench.new(0, tokens)])
         tokens.append(int(result.token_ids[0]))
     return tokens[len(prompt) :]

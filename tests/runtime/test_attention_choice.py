@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.api.attention import AttentionCapabilities, LayerSpec
+from dovetail.api.attention import AttentionCapabilities, AttentionContext, LayerSpec
 from dovetail.api.executor import ComponentRef
 from dovetail.errors import UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
@@ -16,11 +16,11 @@ SPECS = [LayerSpec(0, 8, 4, 32, 0.2), LayerSpec(1, 8, 4, 32, 0.2, window=16)]
 class WholeBlocks(TorchAttention):
     """Stands for a backend that can do little."""
 
-    capabilities = AttentionCapabilities(devices=("cuda",), dtypes=("bfloat16",), block_sizes=(64,), head_sizes=(128,), window=False)
+    capabilities = AttentionCapabilities(devices=("cuda",), dtypes=("bfloat16",), block_sizes=(64,), head_sizes=(128,), window=False, groups=True)
 
 
 class BigBlocks(TorchAttention):
-    capabilities = AttentionCapabilities(block_size_multiple=32)
+    capabilities = AttentionCapabilities(block_size_multiple=32, groups=True)
 
 
 def target(backend: type[TorchAttention]) -> ComponentRef:
@@ -64,3 +64,13 @@ def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
     assert choose_attention((missing, target(TorchAttention)), SPECS, "cpu", "float32", None).name == "test:TorchAttention"
     with pytest.raises(UnsupportedError, match=r"attention test:flash: importing no_such_package\.flash failed: ModuleNotFoundError: No module"):
         choose_attention((missing,), SPECS, "cpu", "float32", None)
+
+
+def test_layers_with_different_windows_pass_over_a_backend_of_one_group() -> None:
+    class OneGroup(BigBlocks):
+        capabilities = AttentionCapabilities()
+
+    assert OneGroup.reasons_against(AttentionContext("cpu", "float32", 16), SPECS) == [
+        "layers with different windows (several cache groups) aren't supported"
+    ]
+    assert OneGroup.reasons_against(AttentionContext("cpu", "float32", 16), SPECS[1:]) == []

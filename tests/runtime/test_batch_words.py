@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.executor import Batch, Masks, NewRow
-from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
 from tests.support import examples
@@ -29,20 +29,29 @@ samplings = st.builds(
     extra_args=st.dictionaries(st.text(max_size=5), st.tuples(st.text(max_size=3)) | st.booleans(), max_size=2),
 )
 new_rows = st.builds(
-    NewRow, row=numbers, request_id=st.text(max_size=9), token_ids=arrays, prompt_len=numbers, computed=numbers, blocks=arrays, sampling=samplings
+    NewRow,
+    row=numbers,
+    request_id=st.text(max_size=9),
+    token_ids=arrays,
+    prompt_len=numbers,
+    computed=numbers,
+    pages=st.lists(arrays, max_size=3).map(tuple),
+    sampling=samplings,
 )
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    pairs, rows = draw(st.lists(st.tuples(numbers, numbers), max_size=4)), draw(st.lists(st.tuples(numbers, numbers, st.booleans()), max_size=5))
+    pages, rows = (
+        draw(st.lists(st.tuples(numbers, numbers, numbers), max_size=4)),
+        draw(st.lists(st.tuples(numbers, numbers, st.booleans()), max_size=5)),
+    )
     return Batch(
         step=draw(st.integers(-1, 2**40)),
         removed=draw(arrays),
         added=tuple(draw(st.lists(new_rows, max_size=3))),
-        new_block_rows=np.array([pair[0] for pair in pairs], np.int32),
-        new_blocks=np.array([pair[1] for pair in pairs], np.int32),
-        copies=tuple(BlockCopy(*pair) for pair in draw(st.lists(st.tuples(numbers, numbers), max_size=3))),
+        new_pages=np.array(pages, np.int32).reshape(-1, 3),
+        copies=tuple(PageCopy(*pair) for pair in draw(st.lists(st.tuples(numbers, numbers), max_size=3))),
         rows=np.array([row[0] for row in rows], np.int32),
         num_tokens=np.array([row[1] for row in rows], np.int32),
         yields_token=np.array([row[2] for row in rows], np.bool_),
@@ -54,7 +63,13 @@ def batches(draw: st.DrawFn) -> Batch:
 def values(one: Any) -> list[Any]:
     """Its fields, arrays with their dtypes as lists."""
     found = [getattr(one, field.name) for field in fields(one)]
-    return [(str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value for value in found if not is_added(value)]
+    return [as_lists(value) for value in found if not is_added(value)]
+
+
+def as_lists(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [as_lists(item) for item in value]
+    return (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value
 
 
 def is_added(value: Any) -> bool:
@@ -78,6 +93,6 @@ def test_masks_are_the_same_after_the_way_as_words(count: int) -> None:
 def test_a_decode_step_is_sent_without_a_python_object_for_each_row() -> None:
     many = np.arange(256, dtype=np.int32)
     nothing = many[:0]
-    batch = Batch(7, nothing, (), nothing, nothing, (), many, np.ones_like(many), many >= 0)
-    assert [array.dtype for array in to_words(batch)] == [np.int32] * 7
+    batch = Batch(7, nothing, (), nothing.reshape(0, 3), (), many, np.ones_like(many), many >= 0)
+    assert [array.dtype for array in to_words(batch)] == [np.int32] * 6
     assert sum(map(len, to_words(batch))) < 3 * 256 + 16

@@ -20,7 +20,7 @@ from dovetail.runtime.row_state import RowState
 from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs
 from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes, sharing_row_sizes
 from dovetail_attention.sdpa import TorchAttention
-from tests.runtime.fakes import Bench, Greedy, generate
+from tests.runtime.fakes import Bench, Greedy, generate, layout
 from tests.runtime.recorded import WatchedGraphs, give_graphs, play_graphs_on_the_cpu
 from tests.support import examples
 
@@ -153,12 +153,16 @@ def test_no_graph_is_larger_than_a_step_may_be() -> None:
         assert graphs.find(kind, 4) is None
 
 
+POOL = 100_000  # pages
+
+
 def state_of(lens: dict[int, int], max_rows: int = 99) -> RowState:
     """Rows with so many known tokens, in blocks of 4: row r has the blocks 100 r, 100 r + 1, …"""
-    state = RowState(max_rows, 4 * TABLE_ENTRIES, 4, torch.device("cpu"))
+    state = RowState(max_rows, 4 * TABLE_ENTRIES, layout(4), torch.device("cpu"))
+    state.pool_allocated(POOL)
     for row, known in lens.items():
         state.known[row] = known
-        state.host_blocks[row, : -(-known // 4)] = 100 * row + np.arange(-(-known // 4))
+        state.host_tables[0, row, : -(-known // 4)] = 100 * row + np.arange(-(-known // 4))
     return state
 
 
@@ -167,10 +171,10 @@ def test_what_a_graph_reads_of_a_step_is_padded_with_nobodys_row() -> None:
     inputs.fill(np.array([5, 6, 7, 8]), 0)
     batch = inputs.fill(np.array([3]), 2)
     assert inputs.rows.tolist() == [3, 99, 99, 99]
-    assert batch.slots.tolist() == [302 * 4, -1, -1, -1]
+    assert [slots.tolist() for slots in batch.slots] == [[[302 * 4, *[4 * POOL] * 3]]]
     assert batch.kv_lens.tolist() == [9, 0, 0, 0]
     assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert batch.block_table.tolist() == [[300, 301, 302], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert [table.tolist() for table in batch.block_tables] == [[[[300, 301, 302], [0, 0, 0], [0, 0, 0], [0, 0, 0]]]]
     assert (batch.num_rows, batch.num_tokens, batch.shared_prefix_blocks) == (1, 1, 2)
     assert (batch.host_query_lens.tolist(), batch.host_kv_lens.tolist()) == ([1], [9])
 
@@ -181,16 +185,16 @@ def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small(more: i
     width = TABLE_ENTRIES // 8 + more
     state = state_of(dict.fromkeys(range(3), 4 * width))
     inputs = DecodeInputs(8, state)
-    table = inputs.fill(np.arange(3), 0).block_table
+    ((table,),) = inputs.fill(np.arange(3), 0).block_tables
     assert table.shape == (8, width)
-    assert table[:3].tolist() == (np.zeros((3, width)) if more else state.host_blocks[:3, :width]).tolist()
+    assert table[:3].tolist() == (np.zeros((3, width)) if more else state.host_tables[0, :3, :width]).tolist()
     assert not table[3:].any()
 
 
 def test_inputs_keep_their_addresses() -> None:
     inputs = DecodeInputs(4, state_of({0: 3, 1: 8}))
     batches = [inputs.fill(np.array(rows), 0) for rows in ([0], [1, 0])]
-    assert len({(batch.slots.data_ptr(), batch.kv_lens.data_ptr(), batch.query_starts.data_ptr()) for batch in batches}) == 1
+    assert len({(batch.slots[0].data_ptr(), batch.kv_lens.data_ptr(), batch.query_starts.data_ptr()) for batch in batches}) == 1
 
 
 @given(st.integers(1, 3000))

@@ -15,7 +15,7 @@ from dovetail.runtime import decode_rows
 from dovetail.runtime import decode_rows_kernels as kernels
 from dovetail.runtime.row_state import RowState
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, runs_kernels, take_kernels
-from tests.runtime.fakes import Bench, generate
+from tests.runtime.fakes import Bench, generate, layout
 from tests.runtime.test_decode_graphs import PROMPTS, begin, with_graphs
 from tests.support import examples
 
@@ -46,7 +46,7 @@ class Step:
         return len(self.tokens)
 
     def state(self, device: torch.device) -> RowState:
-        state = RowState(len(self.tokens), self.max_len, 4, device)
+        state = RowState(len(self.tokens), self.max_len, layout(4), device)
         for row, tokens in enumerate(self.tokens):
             state.token_ids[row, : len(tokens)] = torch.tensor(tokens)
             state.num_tokens[row] = len(tokens)
@@ -101,7 +101,7 @@ def test_the_kernels_are_their_twins(step: Step) -> None:
 def test_the_kernels_compile_for_a_hopper() -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
-    state, rows = RowState(8, 100, 16, CPU), torch.zeros(3, dtype=torch.int64)
+    state, rows = RowState(8, 100, layout(16), CPU), torch.zeros(3, dtype=torch.int64)
     with compiling_for_hopper() as compiled:
         token_ids, positions = kernels.last_tokens(state, rows)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

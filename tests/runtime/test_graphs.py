@@ -32,6 +32,7 @@ from dovetail.parts import find_parts
 from dovetail.registry.registry import Registry
 from dovetail.runtime import graphs as graphs_module
 from dovetail.runtime.graphs import Builder, Graphs, Kind, decode_builders, mixed_builders
+from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.recording import LayerSplitter
@@ -86,17 +87,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
     targets = tuple(model.ref() for model in parts.models)
     asked = config.executor_config(tmp_path)
     plan = ModelPlan.of(asked, targets, SINGLE, device)
-    model = load_model(plan, asked, splitter.wrap(backend.make_layer), SINGLE, device)
-    rows = RowState(MAX_ROWS, plan.max_model_len, BLOCK_SIZE, device)
+    pool = KVPool(kv_layout(backend, plan.specs, "bfloat16"), device)
+    model = load_model(plan, asked, splitter.wrap(pool.wrap(backend.make_layer)), SINGLE, device)
+    rows = RowState(MAX_ROWS, plan.max_model_len, pool.planned.layout, device)
     sampler = parts.sampler.ref().make(SamplerContext("cpu", plan.vocab_size, rows.history))
-    runner = Runner(model, backend, sampler, rows, WallClock(), plan.vocab_size)
+    runner = Runner(model, backend, pool, sampler, rows, WallClock(), plan.vocab_size)
     for module in list(sys.modules.values()):  # but not where they come from: what is imported meanwhile would keep them
         for name in ("use_kernels", "has_many_rows"):
             if module.__name__.startswith("dovetail") and module is not available and hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *asked: True)
     sampler.prepare(MAX_ROWS)
     play_graphs_on_the_cpu(monkeypatch)
-    backend.allocate(1)
+    pool.allocate(1)
+    rows.pool_allocated(1)
     backend.prepare(MAX_ROWS, MAX_TOKENS, 2048)
     return Graphs.of(runner.parts, splitter, MAX_TOKENS, 600_000_000)
 

@@ -1,4 +1,4 @@
-"""Layout of K and V in blocks, the number of blocks in the pool, and the error if there are too few."""
+"""Layout of K and V in pages, the number of pages in the pool, and the error if there are too few."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.kv_cache import KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import ConfigError
 from dovetail.runtime import kv_pool
-from dovetail.runtime.kv_pool import kv_layout, pool_blocks
+from dovetail.runtime.kv_pool import kv_layout, pool_pages
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.demo import BLOCK_BYTES, CONFIG
 
-LAYOUT = KVLayout((KVGroup(tuple(range(6)), None, BLOCK_BYTES),), 16, "float32")
+LAYOUT = KVLayout((CacheGroup(tuple(range(6)), 16),), BLOCK_BYTES, "float32")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -27,14 +27,14 @@ def blocks_of(
     *, num_blocks: int | None = None, device: torch.device = CPU, profile: Callable[[], int] = lambda: pytest.fail("profiled"), **config: Any
 ) -> int:
     """The pool of the demo model, for sequences of 64 tokens: 4 blocks of 16."""
-    return pool_blocks(replace(CONFIG, **config), LAYOUT, 64, num_blocks, device, profile)
+    return pool_pages(replace(CONFIG, **config), LAYOUT, 64, num_blocks, device, profile)
 
 
 def test_layers_are_grouped_by_how_far_they_look() -> None:
     specs = [LayerSpec(0, 8, 4, 32, 0.2), LayerSpec(1, 8, 4, 32, 0.2, window=16), LayerSpec(2, 8, 4, 32, 0.2)]
-    layout = kv_layout(TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 8)), specs, 8, "float32")
-    per_layer = 2 * 8 * 4 * 32 * 4
-    assert [(group.layers, group.window, group.bytes_per_block) for group in layout.groups] == [((0, 2), None, 2 * per_layer), ((1,), 16, per_layer)]
+    layout = kv_layout(TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 8)), specs, "float32").layout
+    assert layout.groups == (CacheGroup((0, 2), 8, None, pages_per_block=2), CacheGroup((1,), 8, 16))
+    assert layout.page_bytes == 2 * 8 * 4 * 32 * 4, "K and V of the smaller group's layer"
 
 
 def test_num_blocks_decides_and_then_kv_cache_memory() -> None:
@@ -62,7 +62,7 @@ def test_a_pool_too_small_for_one_sequence_says_what_was_asked_what_there_is_and
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         blocks_of(**asked)
-    needed = "64 tokens need 4 blocks of 16 (96.0 KiB each)"
+    needed = "64 tokens need 4 pages (96.0 KiB each)"
     assert f"{needed}, and {there_is}. Lower max_model_len to 48 or less, or {remedy}." in str(caught.value)
 
 

@@ -35,7 +35,7 @@ PUBLISHED = [  # what writes such names, and how it names the scales of K and V 
 def loaded(**changes: Any) -> tuple[Worker, Any]:
     rank = Worker(context(**changes), SINGLE, "ours")
     capacity = rank.load(CPU, 30)
-    rank.allocate(capacity.num_blocks)
+    rank.allocate(capacity.num_pages)
     return rank, capacity
 
 
@@ -44,6 +44,16 @@ def scales_of(rank: Worker) -> list[tuple[float, float]]:
     layers: list[Any] = rank.runner.backend._layers  # type: ignore[attr-defined]
     scales: list[KVScales] = [layer.kv_scales for layer in layers]
     return [(float(scale.k), float(scale.v)) for scale in scales]
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_layer_that_shares_a_cache_has_the_scales_of_the_layer_that_writes_it(calibrate: bool) -> None:
+    backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 16, "float8_e4m3fn"))
+    scales = CacheScales(CPU, calibrate=calibrate)
+    make = scales.wrap(backend.make_layer)
+    first, second, shared = (make(LayerSpec(index, 1, 1, 8, 1.0, shares=shares)) for index, shares in enumerate([None, None, 0]))
+    assert shared.kv_scales is first.kv_scales
+    assert shared.kv_scales is not second.kv_scales
 
 
 @pytest.fixture
@@ -163,7 +173,7 @@ def test_only_fp8_is_calibrated() -> None:
 def test_the_pool_holds_as_many_more_tokens_as_fp8_is_smaller() -> None:
     for dtype, times in (("float32", 4), ("bfloat16", 2)):
         blocks = [
-            Worker(context(dtype=dtype, kv_cache_memory=20 * BLOCK_BYTES, kv_cache_dtype=name), SINGLE, "ours").load(CPU).num_blocks
+            Worker(context(dtype=dtype, kv_cache_memory=20 * BLOCK_BYTES, kv_cache_dtype=name), SINGLE, "ours").load(CPU).num_pages
             for name in ("auto", "float8_e4m3fn")
         ]
         assert blocks[1] == times * blocks[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.runtime import graphs as graphs_module
@@ -35,9 +34,9 @@ class SlotsThatStay(TorchAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
-        count = len(batch.slots)
-        self._kept[:count] = self.slots
-        self.slots = self._kept[:count]
+        ((units, slots),) = self.slots.items()
+        self._kept[: len(slots)] = slots
+        self.slots = {units: self._kept[: len(slots)]}
 
 
 class PoolWideAttention(AttentionBackend):
@@ -54,39 +53,36 @@ class PoolWideAttention(AttentionBackend):
         self.layers.append(PoolWideLayer(spec, self))
         return self.layers[-1]
 
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 1
-
-    def allocate(self, num_blocks: int) -> None:
-        self.slots_in_all = num_blocks * self.context.block_size
-        for layer in self.layers:
-            shape = (self.slots_in_all + 1, layer.spec.kv_heads, layer.spec.head_size)  # the last is where padding goes
-            layer.k, layer.v = torch.zeros(shape), torch.zeros(shape)
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return (4 * block_size * spec.kv_heads * spec.head_size,) * 2
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         self.slots = torch.zeros(max_tokens, dtype=torch.int64)
-        self.sees = torch.zeros((max_tokens, self.slots_in_all + 1), dtype=torch.bool)
+        self.sees = torch.zeros((max_tokens, len(self.layers[0].k)), dtype=torch.bool)
 
     def plan(self, batch: AttentionBatch) -> None:
         self.planned.append(batch)
-        count, size = len(batch.slots), self.context.block_size
-        self.slots[:count] = torch.where(batch.slots < 0, self.slots_in_all, batch.slots)
+        (slots,), (tables,) = batch.slots[0], batch.block_tables[0]
+        count, size = len(slots), self.context.block_size
+        self.slots[:count] = slots
         self.sees[:count] = False
         token = 0
-        for table, queries, length in zip(batch.block_table.numpy(), batch.host_query_lens, batch.host_kv_lens, strict=True):
+        for table, queries, length in zip(tables.numpy(), batch.host_query_lens, batch.host_kv_lens, strict=True):
             positions = np.arange(length)
             slots = table[positions // size] * size + positions % size
             for seen in range(length - queries + 1, length + 1):
                 self.sees[token, slots[:seen]] = True
                 token += 1
 
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None: ...
-
 
 class PoolWideLayer(AttentionLayer):
     def __init__(self, spec: LayerSpec, backend: PoolWideAttention) -> None:
         self.spec, self.backend = spec, backend
         self.k = self.v = torch.empty(0)
+
+    def bind(self, cache: LayerCache) -> None:
+        self.cache = cache
+        self.k, self.v = (memory.view(torch.float32).view(-1, self.spec.kv_heads, self.spec.head_size) for memory in cache.memory)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         for cache, new in ((self.k, k), (self.v, v)):
@@ -104,9 +100,8 @@ def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeyp
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
     monkeypatch.setattr(graphs_module, "padded_sizes", lambda most: tuple(sizes[::-1]))
     bench, splitter = Bench(max_rows), LayerSplitter()
-    whole: Any = SimpleNamespace(make_layer=splitter.wrap(bench.backend.make_layer))
-    bench.model = bench.runner.model = TinyModel(whole)
-    bench.backend.allocate(bench.num_blocks)
+    bench.model = bench.runner.model = TinyModel(splitter.wrap(bench.pool.wrap(bench.backend.make_layer)))
+    bench.pool.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
     give_graphs(bench, mixed_builders(bench.runner.parts, splitter, 256))
     return bench
@@ -220,4 +215,4 @@ def test_steps_that_share_a_prefix_have_recordings_of_their_own(monkeypatch: pyt
     assert (backend.planned[-1].mixed_graph, backend.planned[-1].shared_prefix_blocks) == (False, 1), "ten tokens are too many"
     batch = bench.batch({0: 1, 1: 1}, [], [], [])
     bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
-    assert (backend.planned[-1].mixed_graph, len(backend.planned[-1].slots)) == (True, 8)
+    assert (backend.planned[-1].mixed_graph, backend.planned[-1].slots[0].shape[1]) == (True, 8)

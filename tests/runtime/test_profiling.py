@@ -8,12 +8,12 @@ import torch
 
 from dovetail.runtime.profiling import biggest_batch, peak_bytes
 from dovetail.runtime.row_state import RowState
-from tests.runtime.fakes import Bench
+from tests.runtime.fakes import Bench, layout
 
 
 @pytest.mark.parametrize(("max_rows", "max_len", "max_tokens"), [(4, 64, 128), (4, 8, 128), (200, 64, 128), (4, 64, 3)])
 def test_the_batch_that_is_profiled_is_within_all_limits_and_as_big_as_they_allow(max_rows: int, max_len: int, max_tokens: int) -> None:
-    rows = RowState(max_rows, max_len, 16, torch.device("cpu"))
+    rows = RowState(max_rows, max_len, layout(16), torch.device("cpu"))
     batch = biggest_batch(rows, max_tokens)
     rows.update(batch)
     rows.check(batch)

@@ -11,13 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.executor import Batch, NewRow
+from dovetail.api.kv_cache import HOLE
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.runtime import row_state
 from dovetail.runtime.row_state import RowState, counts_within
+from tests.runtime.fakes import layout
 from tests.support import examples
 
 MAX_ROWS, MAX_LEN, BLOCK_SIZE = 4, 24, 3
+
+LAYOUT = layout(BLOCK_SIZE)
 
 
 @dataclass
@@ -28,13 +32,11 @@ class PlainRow:
 
 def batch(removed: list[int] | None = None, added: list[NewRow] | None = None, blocks: list[tuple[int, int]] | None = None) -> Batch:
     nothing = np.zeros(0, np.int32)
-    rows, ids = zip(*blocks, strict=True) if blocks else ((), ())
     return Batch(
         0,
         np.array(removed or [], np.int32),
         tuple(added or []),
-        np.array(rows, np.int32),
-        np.array(ids, np.int32),
+        np.array([(0, row, page) for row, page in blocks or []], np.int32).reshape(-1, 3),
         (),
         nothing,
         nothing,
@@ -43,19 +45,19 @@ def batch(removed: list[int] | None = None, added: list[NewRow] | None = None, b
 
 
 def new(row: int, tokens: list[int], blocks: list[int]) -> NewRow:
-    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), 0, np.array(blocks, np.int32), RowSampling())
+    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), 0, (np.array(blocks, np.int32),), RowSampling())
 
 
 def assert_tables(state: RowState, plain: dict[int, PlainRow]) -> None:
     for row, expected in plain.items():
-        tables = state.block_table[row].tolist(), state.host_blocks[row].tolist()
+        tables = state.tables[0, row].tolist(), state.host_tables[0, row].tolist()
         assert [table[: len(expected.blocks)] for table in tables] == [expected.blocks] * 2
 
 
 @given(st.data())
 @examples(quick=40, full=1000)
 def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
-    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
     plain: dict[int, PlainRow] = {}
     ids = st.integers(0, 99)
     for _ in range(data.draw(st.integers(1, 6), label="steps")):
@@ -84,7 +86,7 @@ def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
     for row, expected in plain.items():
         assert state.token_ids[row, : len(expected.tokens)].tolist() == expected.tokens
         assert state.num_tokens[row] == state.known[row] == len(expected.tokens)
-        assert state.num_blocks[row] == len(expected.blocks)
+        assert state.num_pages[0, row] == len(expected.blocks)
 
 
 @given(st.lists(st.integers(1, 5), max_size=6))
@@ -98,24 +100,24 @@ def test_counts_within_begin_at_zero_in_each_group(sizes: list[int]) -> None:
     ("added", "message"),
     [
         (new(MAX_ROWS, [1], [1]), "was given row 4; there are 4"),
-        (new(0, [1] * (MAX_LEN + 1), [1]), "has 25 tokens in 1 blocks; a row holds 24 tokens in 8 blocks"),
-        (new(0, [1], [1] * 9), "has 1 tokens in 9 blocks"),
+        (new(0, [1] * (MAX_LEN + 1), [1]), "has 25 tokens in 1 pages of a group; a row holds 24 tokens in 8 pages"),
+        (new(0, [1], [1] * 9), "has 1 tokens in 9 pages"),
     ],
 )
 def test_a_request_that_fits_no_row_is_rejected_by_name(added: NewRow, message: str) -> None:
     with pytest.raises(DovetailError, match=message):
-        RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu")).update(batch(added=[added]))
+        RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu")).update(batch(added=[added]))
 
 
 def test_appended_blocks_are_sent_when_the_table_is_read_or_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, sent, send = RowState(MAX_ROWS, 300, 1, torch.device("cpu")), [], row_state.all_to_device
+    state, sent, send = RowState(MAX_ROWS, 300, layout(1), torch.device("cpu")), [], row_state.all_to_device
     monkeypatch.setattr(row_state, "all_to_device", lambda arrays, device: sent.append(len(arrays[0])) or send(arrays, device))
     state.update(batch(added=[new(1, [1], [7])]))
     sent.clear()
     for block in (8, 9):
         state.update(batch(blocks=[(1, block)]))
     assert sent == []
-    assert state.block_table[1, :3].tolist() == state.block_table[1, :3].tolist() == [7, 8, 9]
+    assert state.tables[0, 1, :3].tolist() == state.tables[0, 1, :3].tolist() == [7, 8, 9]
     assert sent == [2], "together, once"
     for block in range(row_state.MOST_UNSENT + 1):
         state.update(batch(blocks=[(1, block)]))
@@ -123,14 +125,14 @@ def test_appended_blocks_are_sent_when_the_table_is_read_or_many_wait(monkeypatc
 
 
 def test_more_blocks_than_a_row_holds_are_refused() -> None:
-    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
     state.update(batch(added=[new(1, [1], [1] * 7)]))
     with pytest.raises(DovetailError, match="request 'r1' was given more than the 8 blocks"):
         state.update(batch(blocks=[(1, 5), (1, 6)]))
 
 
 def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
-    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
     state.update(batch(added=[new(0, [5] * MAX_LEN, [1]), new(1, [7], [2])]))
     state.append(torch.tensor([9, 8]), torch.tensor([0, 1]), np.array([0, 1]))
     assert state.token_ids[0].tolist() == [5] * MAX_LEN + [9]
@@ -139,7 +141,7 @@ def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
 
 
 def test_a_step_beyond_the_end_of_a_row_is_refused() -> None:
-    state = RowState(MAX_ROWS, 2 * BLOCK_SIZE - 1, BLOCK_SIZE, torch.device("cpu"))  # the last block could hold one token more
+    state = RowState(MAX_ROWS, 2 * BLOCK_SIZE - 1, LAYOUT, torch.device("cpu"))  # the last block could hold one token more
     state.update(batch(added=[new(0, [5] * 5, [1, 2])]))
     state.append(torch.tensor([9]), torch.tensor([0]), np.array([0]))
     beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([6], np.int32), yields_token=np.array([True]))
@@ -148,8 +150,35 @@ def test_a_step_beyond_the_end_of_a_row_is_refused() -> None:
 
 
 def test_blocks_of_several_rows_may_come_in_any_order_of_rows() -> None:
-    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
     state.update(batch(added=[new(2, [1], [10]), new(0, [1], [20])]))
     state.update(batch(blocks=[(2, 11), (0, 21), (2, 12), (0, 22), (2, 13)]))
-    assert state.block_table[2, :4].tolist() == [10, 11, 12, 13]
-    assert state.block_table[0, :3].tolist() == [20, 21, 22]
+    assert state.tables[0, 2, :4].tolist() == [10, 11, 12, 13]
+    assert state.tables[0, 0, :3].tolist() == [20, 21, 22]
+
+
+def test_a_block_of_several_pages_has_each_in_a_table_of_its_own() -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, layout(3, (6, 8, 2)), torch.device("cpu"))
+    state.pool_allocated(50)
+    pages = np.array([5, 6, 7], np.int32), np.array([HOLE, HOLE, 20, 21], np.int32)
+    state.update(batch(added=[replace(new(1, [1] * 9, []), pages=pages)]))
+    grown = [(1, 1, 30), (0, 1, 8), (1, 1, 31)]
+    state.update(replace(batch(), new_pages=np.array(grown, np.int32)))
+    assert state.tables[:, 1, :4].tolist() == [[5, 6, 7, 8], [0, 20, 30, 0], [0, 21, 31, 0]]
+    assert [table.tolist() for table in state.by_group(state.tables[:, 1, 1])] == [[6], [20, 21]]
+    assert state.slots(np.array([1, 1]), np.array([8, 11])).tolist() == [[7 * 3 + 2, 8 * 3 + 2], [20 * 6 + 2, 20 * 6 + 5], [21 * 6 + 2, 21 * 6 + 5]]
+    assert state.waste_slots.tolist() == [150, 300, 300]
+
+
+def test_a_row_holds_as_many_tokens_as_its_shortest_table() -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, layout(3, (6, 8, 2)), torch.device("cpu"))
+    state.update(batch(added=[replace(new(0, [1] * 12, []), pages=(np.arange(4, dtype=np.int32), np.array([9, 10, 11], np.int32)))]))
+    beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([7], np.int32), yields_token=np.array([False]))
+    with pytest.raises(DovetailError, match="its blocks hold 6"):
+        state.check(beyond)
+    state.check(replace(beyond, num_tokens=np.array([6], np.int32)))
+
+
+def test_a_new_row_without_a_table_for_each_group_is_refused() -> None:
+    with pytest.raises(DovetailError, match="request 'r0' has 1 block tables; the layout has 2 groups"):
+        RowState(MAX_ROWS, MAX_LEN, layout(3, (3, 8, 1)), torch.device("cpu")).update(batch(added=[new(0, [1], [1])]))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
@@ -113,7 +113,7 @@ def test_copies_run_before_the_step_that_carries_them() -> None:
     own = bench.free_blocks.pop()
     bench.blocks[1] = [*bench.blocks[0][:2], own]  # a fork: full blocks shared, the partial one copied
     longer = [*PROMPTS[0], 7, 7]
-    result = bench.run({1: 2}, [bench.new(1, longer, computed=9)], copies=[BlockCopy(bench.blocks[0][2], own)])
+    result = bench.run({1: 2}, [bench.new(1, longer, computed=9)], copies=[PageCopy(bench.blocks[0][2], own)])
     assert result.token_ids.tolist() == generate(longer, 1)
     torch.testing.assert_close(bench.sampler.last_logits, logits_after(longer))
     assert decode(bench, [0], 1)[0] == generate(PROMPTS[0], 2)[1:]
@@ -189,8 +189,8 @@ def test_a_batch_that_does_not_fit_the_row_is_rejected_by_name(count: int, reaso
 def test_a_token_without_a_block_is_refused() -> None:
     bench = Bench(block_size=4)
     bench.run({0: 2}, [bench.new(0, PROMPTS[1])])
-    bench.rows.num_blocks[0] = 0
-    with pytest.raises(DovetailError, match="0 blocks hold 0"):
+    bench.rows.num_pages[:, 0] = 0
+    with pytest.raises(DovetailError, match="its blocks hold 0"):
         bench.run({0: 1})
 
 

@@ -16,10 +16,11 @@ from dovetail.api.sampler import RowSampling
 from dovetail.runtime import step_inputs
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs, MixedInputs
+from tests.runtime.fakes import layout
 from tests.support import examples
 
 CPU = torch.device("cpu")
-MAX_ROWS, MAX_LEN, BLOCK_SIZE, SIZE = 5, 12, 4, 32
+MAX_ROWS, MAX_LEN, BLOCK_SIZE, SIZE, POOL = 5, 12, 4, 32, 70
 NONE = np.zeros(0, np.int32)
 
 Step = list[tuple[int, int, int]]  # row, tokens computed before, tokens to compute
@@ -32,12 +33,18 @@ def blocks_of(row: int) -> list[int]:
     return [10 * row + 3, 10 * row + 1, 10 * row + 2]
 
 
+def rows_of() -> RowState:
+    state = RowState(MAX_ROWS, MAX_LEN, layout(BLOCK_SIZE), CPU)
+    state.pool_allocated(POOL)
+    return state
+
+
 def inputs_of(step: Step) -> HostInputs:
-    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, CPU)
+    state = rows_of()
     tokens = np.zeros(MAX_LEN, np.int32)
-    added = tuple(NewRow(row, str(row), tokens, MAX_LEN, computed, np.array(blocks_of(row), np.int32), RowSampling()) for row, computed, _ in step)
+    added = tuple(NewRow(row, str(row), tokens, MAX_LEN, computed, (np.array(blocks_of(row), np.int32),), RowSampling()) for row, computed, _ in step)
     rows, _, counts = (np.array(column, np.int32) for column in zip(*step, strict=True))
-    batch = Batch(0, NONE, added, NONE, NONE, (), rows, counts, np.zeros(len(rows), np.bool_))
+    batch = Batch(0, NONE, added, NONE.reshape(0, 3), (), rows, counts, np.zeros(len(rows), np.bool_))
     state.update(batch)
     return HostInputs.of(batch, state)
 
@@ -51,11 +58,11 @@ def expected_of(step: Step) -> dict[str, list[Any]]:
     return {
         "token_indices": [row * (MAX_LEN + 1) + position for row, position in tokens],
         "positions": [position for _, position in tokens],
-        "slots": [blocks_of(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in tokens],
+        "slots": [[blocks_of(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in tokens]],
         "rows": [row for row, _, _ in step],
         "query_starts": [sum(count for _, _, count in step[:index]) for index in range(len(step) + 1)],
         "kv_lens": [computed + count for _, computed, count in step],
-        "table": [blocks_of(row)[: -(-max(computed + count for _, computed, count in step) // BLOCK_SIZE)] for row, _, _ in step],
+        "tables": [[blocks_of(row)[: -(-max(computed + count for _, computed, count in step) // BLOCK_SIZE)] for row, _, _ in step]],
     }
 
 
@@ -72,14 +79,14 @@ def test_a_batch_is_flat(step: Step) -> None:
 @examples(quick=50, full=1000)
 @given(st.lists(steps, min_size=1, max_size=4))
 def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: list[Step]) -> None:
-    fixed = MixedInputs(SIZE, MAX_ROWS, MAX_ROWS, CPU)
-    names = [field.name for field in fields(DeviceInputs) if field.name != "table"]
+    fixed = MixedInputs(SIZE, rows_of(), MAX_ROWS)
+    names = [field.name for field in fields(DeviceInputs) if field.name != "tables"]
     at = [getattr(fixed.rows(1), name).data_ptr() for name in names]
     for step in sequence:
         host = inputs_of(step)
         filled, expected, padding = lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)), expected_of(step), SIZE - host.num_tokens
-        for name, number in (("token_indices", 0), ("positions", 0), ("slots", -1)):
-            expected[name] += [number] * padding
+        for padded, number in ((expected["token_indices"], 0), (expected["positions"], 0), (expected["slots"][0], POOL * BLOCK_SIZE)):
+            padded += [number] * padding
         assert filled == expected
         assert fixed.wanted[: len(step)].tolist() == (host.ends - 1).tolist()
         assert [getattr(fixed.rows(1), name).data_ptr() for name in names] == at
@@ -92,12 +99,12 @@ def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.Monkey
         monkeypatch.setattr(step_inputs, "TABLE_ENTRIES", entries)
         host = inputs_of(step)
         assert host.max_blocks == 3
-        fixed = MixedInputs(SIZE, MAX_ROWS, 0, CPU).fill(host, np.zeros(0, np.int64))
-        assert [inputs.table is not None for inputs in (host, host.to_device(CPU), fixed)] == [comes] * 3
+        fixed = MixedInputs(SIZE, rows_of(), 0).fill(host, np.zeros(0, np.int64))
+        assert [inputs.tables is not None for inputs in (host, host.to_device(CPU), fixed)] == [comes] * 3
 
 
 def test_fixed_inputs_begin_as_padding() -> None:
-    fixed = MixedInputs(SIZE, MAX_ROWS, 0, CPU)
+    fixed = MixedInputs(SIZE, rows_of(), 0)
     tokens = fixed.rows(0)
-    assert [set(part.tolist()) for part in (tokens.token_indices, tokens.positions, tokens.slots)] == [{0}, {0}, {-1}]
+    assert [set(part.tolist()) for part in (tokens.token_indices, tokens.positions, tokens.slots[0])] == [{0}, {0}, {POOL * BLOCK_SIZE}]
     assert (len(tokens.rows), tokens.query_starts.tolist(), len(tokens.kv_lens), len(fixed.wanted)) == (0, [0], 0, 0)

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from dovetail.api.attention import AttentionBackend, AttentionContext, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionContext, AttentionLayer, LayerSpec
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch
-from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.kv_cache import PageCopy
+from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
 from dovetail_attention.flash import FlashAttention
 from tests.attention import fake_flash
-from tests.runtime.fakes import HEADS, HIDDEN, KV_HEADS, SIZE, VOCAB, Bench
+from tests.runtime.fakes import HIDDEN, VOCAB, Bench, spec_of
 from tests.runtime.questions import nothing_asked
 from tests.runtime.test_decode_graphs import with_graphs
+
+SPECS = [spec_of(index, window) for index, window in enumerate((None, 9))]
 
 
 class Zeros(nn.Module):
     """Layers that exist, and are never called."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> None:
         super().__init__()
-        self.layers = [backend.make_layer(LayerSpec(i, HEADS, KV_HEADS, SIZE, 0.5, window)) for i, window in enumerate((None, 9))]
+        self.layers = [make_layer(spec) for spec in SPECS]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros(len(token_ids if wanted is None else wanted), HIDDEN)
@@ -50,21 +54,22 @@ def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
     return FlashAttention(NoOptions(), context)
 
 
-def bench_of(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(backend, "copy_blocks", lambda src, dst: None)
-    bench = Bench(max_rows=4, max_len=600, block_size=256, num_blocks=40)
-    bench.backend, bench.model = backend, Zeros(backend)  # type: ignore[assignment]
-    backend.allocate(40)
+def bench_of(backend: AttentionBackend) -> Bench:
+    bench = Bench(max_rows=4, max_len=600, block_size=256, num_blocks=40, windows=(None, 9))
+    pool = KVPool(kv_layout(backend, SPECS, "float32"), torch.device("cpu"))
+    bench.backend, bench.model = backend, Zeros(pool.wrap(backend.make_layer))  # type: ignore[assignment]
+    pool.allocate(80)
     backend.prepare(4, 256, 600)
-    bench.rows = RowState(4, 600, 256, torch.device("cpu"))
-    bench.runner = Runner(bench.model, backend, bench.sampler, bench.rows, WallClock(), VOCAB)
+    bench.rows = RowState(4, 600, pool.planned.layout, torch.device("cpu"))
+    bench.rows.pool_allocated(80)
+    bench.runner = Runner(bench.model, backend, pool, bench.sampler, bench.rows, WallClock(), VOCAB)
     return bench
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_planning_a_step_waits_for_nothing(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = bench_of(backend_of(name, monkeypatch), monkeypatch)
+    bench = bench_of(backend_of(name, monkeypatch))
     if graphs:
         with_graphs(bench)
 
@@ -77,5 +82,5 @@ def test_planning_a_step_waits_for_nothing(name: str, graphs: bool, monkeypatch:
     step(bench.batch({0: 100, 1: 1}, [], [], []))
     step(bench.batch({0: 1, 1: 1}, [], [], []))
     bench.blocks[2] = [bench.free_blocks.pop()]
-    step(bench.batch({2: 1, 0: 1}, [bench.new(2, [1, 2, 3], computed=2)], [1], [BlockCopy(bench.blocks[0][0], bench.blocks[2][0])]))
+    step(bench.batch({2: 1, 0: 1}, [bench.new(2, [1, 2, 3], computed=2)], [1], [PageCopy(bench.blocks[0][0], bench.blocks[2][0])]))
     assert np.array_equal(bench.rows.known[[0, 2]], [303, 4])

@@ -19,6 +19,7 @@ from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime import loading
 from dovetail.runtime import worker as worker_module
 from dovetail.runtime.attention_choice import ChosenAttention, choose_attention
+from dovetail.runtime.kv_pool import KVPool
 from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.parallel import SINGLE, SingleGroup
 from dovetail.runtime.runner import Runner
@@ -36,16 +37,16 @@ def worker(**changes: Any) -> Worker:
 def loaded(**changes: Any) -> tuple[Worker, Capacity]:
     rank = worker(**changes)
     capacity = rank.load(CPU, 30)
-    rank.allocate(capacity.num_blocks)
+    rank.allocate(capacity.num_pages)
     return rank, capacity
 
 
 def test_it_tells_how_many_blocks_fit_and_makes_as_many_as_were_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, made = worker(kv_cache_memory=20 * BLOCK_BYTES), []
-    assert rank.load(CPU).num_blocks == 20
+    assert rank.load(CPU).num_pages == 20
     assert rank.runner is not None
-    allocate = rank.runner.backend.allocate
-    monkeypatch.setattr(rank.runner.backend, "allocate", lambda num_blocks: made.append(num_blocks) or allocate(num_blocks))
+    allocate = rank.runner.pool.allocate
+    monkeypatch.setattr(rank.runner.pool, "allocate", lambda num_pages: made.append(num_pages) or allocate(num_pages))
     rank.allocate(8)
     assert made == [8]
     rank.stop()
@@ -74,13 +75,19 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def choose(candidates: Any, specs: Any, device: str, *rest: Any) -> ChosenAttention:
         chosen = choose_attention(candidates, specs, "cpu", *rest)
         chosen.backend.capabilities = replace(chosen.backend.capabilities, cuda_graph="decode")
-        allocate = chosen.backend.allocate
-        monkeypatch.setattr(chosen.backend, "allocate", lambda count: steps.append(f"pool of {count}") or allocate(count))
         return chosen
 
-    def make_runner(rank: Worker, plan: ModelPlan, model: Any, backend: Any, layout: Any, device: torch.device) -> Runner:
+    def allocate(pool: KVPool, count: int) -> None:
+        steps.append(f"pool of {count}")
+        allocate_pages(pool, count)
+
+    allocate_pages = KVPool.allocate
+    monkeypatch.setattr(KVPool, "allocate", allocate)
+
+    def make_runner(rank: Worker, plan: ModelPlan, model: Any, backend: Any, pool: KVPool, device: torch.device) -> Runner:
         steps.append("load")
-        runner = on_the_cpu(rank, plan, model, backend, layout, CPU)
+        pool.device = CPU
+        runner = on_the_cpu(rank, plan, model, backend, pool, CPU)
         runner.device = device
         return runner
 
@@ -103,7 +110,7 @@ def test_on_a_gpu_the_biggest_step_is_measured_once_kernels_are_compiled_and_gra
     rank = worker(gpu_memory_utilization=0.5)
     capacity = rank.load(torch.device("cuda", 0))
     assert start_up == ["load", "freeze", "compile", "pool of 1", "pool of 1", "profile 128 tokens"]
-    assert (capacity.num_blocks, capacity.max_in_flight) == (30, 2)
+    assert (capacity.num_pages, capacity.max_in_flight) == (30, 2)
     assert (capacity.details["device"], capacity.details["cuda_graphs"]) == ("cuda:0 (Imaginary)", "decode, mixed")
     start_up.clear()
     rank.allocate(8)
@@ -122,7 +129,7 @@ def test_where_no_graphs_are_wanted_none_are_made(start_up: list[str]) -> None:
 
 def test_a_rank_of_two_has_its_share_of_the_model_and_of_each_block() -> None:
     whole, half = worker(), Worker(context(), SingleGroup(rank=1, size=2), "ours")
-    assert (whole.load(CPU, 30).layout.bytes_per_block, half.load(CPU, 30).layout.bytes_per_block) == (BLOCK_BYTES, BLOCK_BYTES // 2)
+    assert (whole.load(CPU, 30).layout.page_bytes, half.load(CPU, 30).layout.page_bytes) == (BLOCK_BYTES, BLOCK_BYTES // 2)
     assert whole.runner is not None
     assert half.runner is not None
     sizes = [sum(weight.numel() for weight in rank.runner.model.parameters()) for rank in (whole, half)]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.request import Request
 from dovetail.testing import make_request, plan
 from dovetail.testing.planning import Plan
@@ -132,3 +133,48 @@ def test_whoever_comes_and_goes_all_are_answered_rightly(policy: Policy, data: s
     if data.draw(st.booleans()):
         world.abort(data.draw(st.sampled_from(sorted(world.requests))))
     world.drain(check=True)
+
+
+THREE_GROUPS = (  # (block_tokens, window, pages_per_block): full, and two windows with larger blocks, of several pages
+    ((2, None, 1), (2, 5, 3), (4, 12, 1)),
+    ((4, None, 2), (4, 3, 1), (2, 10, 2)),
+)
+
+
+@every_policy
+@examples(quick=5, full=500)
+@given(data=st.data())
+def test_over_three_cache_groups_nobody_stalls_and_nothing_leaks(policy: Policy, data: st.DataObject) -> None:
+    groups, max_tokens = data.draw(st.sampled_from(THREE_GROUPS)), data.draw(st.sampled_from([3, 8, 40]))
+    layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
+    shape = Shape(
+        num_blocks=layout.most_pages(32, max_tokens) + data.draw(st.integers(0, 12)),  # one of full length fits; hardly two do
+        groups=groups,
+        max_tokens=max_tokens,
+        max_seqs=data.draw(st.integers(1, 5)),
+        max_model_len=32,
+        overlap=data.draw(st.booleans()),
+    )
+    world = World(policy.cls, shape, policy.options())
+    for index in range(data.draw(st.integers(1, 8))):
+        world.add(data.draw(specs(index)))
+        for _ in range(data.draw(st.integers(0, 3))):
+            world.step()
+    world.drain(check=True)
+    reasons = {id: finish.stop_reason for id, finish in world.finished.items() if finish.reason == "length"}
+    assert "kv_capacity" not in reasons.values(), f"ended for lack of pages, although one of full length fits: {reasons}"
+
+
+@every_policy
+def test_requests_that_fit_to_their_end_once_windows_release_pages_all_run_to_it(policy: Policy) -> None:
+    groups = ((4, None, 1), (4, 8, 6))  # four tokens take 7 pages, until the window is full
+    shape = Shape(num_blocks=4 * (64 // 4 + 3 * 6), groups=groups, max_tokens=64, max_seqs=8, max_model_len=64, overlap=False, reuse=False)
+    world = World(policy.cls, shape, policy.options())
+    for index in range(4):
+        world.add(Spec(f"r{index}", tuple(range(index, index + 8)), max_tokens=50, priority=index))
+    most = 0
+    while world.core.has_unfinished():
+        world.step()
+        most = max(most, len(world.core.books.running.as_tuple()))
+    world.check_end()
+    assert (most, world.core.update_stats().preemptions) == (4, 0)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.api.kv_cache import CacheGroup, KVLayout
+from dovetail.api.scheduler import Step
 from dovetail.request import Request
 from dovetail.testing import make_request, plan
 from dovetail.testing.planning import Plan
 from dovetail_schedulers.lightllm import LightLLM, LightLLMOptions
-from dovetail_schedulers.peak_memory import Size, peak_tokens
+from dovetail_schedulers.peak_memory import Size, peak_tokens, size_of
 from tests.engine.world import Shape, Spec, World
 from tests.support import examples
 
@@ -22,16 +24,62 @@ def admits(waiting: list[Request], pool_tokens: int, **options: Any) -> Plan:
     return plan(LightLLM, options=LightLLMOptions(**options), waiting=waiting, free_blocks=pool_tokens, block_size=1)
 
 
-def peak_by_running(sizes: list[Size]) -> int:
+def peak_by_running(sizes: list[Size]) -> float:
     """Run them all, and look."""
     moments = range(max(size.left for size in sizes) + 1)
-    return max(sum(size.held + moment for size in sizes if moment <= size.left) for moment in moments)
+    return max(sum(size.held + size.growth * moment for size in sizes if moment <= size.left) for moment in moments)
 
 
 @examples(quick=100, full=2000)
-@given(sizes=st.lists(st.builds(Size, st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=8))
+@given(sizes=st.lists(st.builds(Size, st.integers(1, 50), st.integers(0, 30), st.sampled_from([0, 0.25, 1])), min_size=1, max_size=8))
 def test_the_peak_is_that_of_a_run(sizes: list[Size]) -> None:
     assert peak_tokens(sizes) == peak_by_running(sizes)
+
+
+class Pages:
+    """A step that knows the pages of requests."""
+
+    def __init__(self, *groups: CacheGroup) -> None:
+        self.layout = KVLayout(groups, 1, "none")
+
+    def blocks_at(self, request: Request, tokens: int) -> int:
+        return self.layout.visible_pages(tokens)
+
+    def size(self, tokens: int, left: int) -> Size:
+        return size_of(cast(Step, self), make_request("r"), tokens, left, self.layout.block_size)
+
+
+@examples(quick=50, full=1000)
+@given(tokens=st.integers(1, 200), left=st.integers(0, 100), block_size=st.sampled_from([1, 4, 16]))
+def test_without_windows_a_size_is_its_tokens_with_a_full_last_block(tokens: int, left: int, block_size: int) -> None:
+    assert Pages(CacheGroup((0,), block_size)).size(tokens, left) == Size(tokens + block_size - 1, left, 1)
+
+
+@examples(quick=100, full=3000)
+@given(
+    windows=st.lists(st.one_of(st.none(), st.integers(1, 200)), min_size=1, max_size=3, unique=True),
+    pages=st.integers(1, 6),
+    block_size=st.sampled_from([1, 4, 16]),
+    tokens=st.integers(1, 300),
+    left=st.integers(0, 300),
+)
+def test_with_windows_a_size_covers_what_is_held_and_is_exact_once_they_are_full(
+    windows: list[int | None], pages: int, block_size: int, tokens: int, left: int
+) -> None:
+    step = Pages(*(CacheGroup((index,), block_size, window, pages) for index, window in enumerate(windows)))
+    size = step.size(tokens, left)
+    full = max((window or 0) for window in windows)
+    for moment in {0, left // 2, left}:
+        spare = size.held + size.growth * moment - block_size * step.layout.visible_pages(tokens + moment)
+        assert spare > -1e-6
+        if tokens > full:  # at most the rest of a last block, and a block that leaves a window while it is begun
+            assert spare < 2 * pages * len(windows) * block_size
+
+
+def test_an_answer_that_slides_past_its_window_takes_no_more_than_the_window() -> None:
+    sliding, full = Pages(CacheGroup((0,), 16, 128)), Pages(CacheGroup((0,), 16))
+    assert peak_tokens([sliding.size(1000, 4000)] * 10) == 10 * 9 * 16
+    assert peak_tokens([full.size(1000, 4000)] * 10) == 10 * 5015
 
 
 def test_an_empty_batch_holds_nothing() -> None:
@@ -101,9 +149,13 @@ def test_who_is_admitted_first_is_the_order_s_to_say(order: str, admitted: str) 
     assert list(plan(policy, waiting=waiting, free_blocks=100).granted) == admitted.split()
 
 
+GROUPS = ((4, None, 1), (4, 8, 3))
+
+
 @pytest.mark.parametrize("order", ["arrival", "vtc", "lcf"])
-def test_no_request_is_preempted_since_memory_was_reserved(order: str) -> None:
-    shape = Shape(num_blocks=60, block_size=1, max_tokens=12, max_model_len=32, overlap=False)
+@pytest.mark.parametrize("groups", [(), GROUPS], ids=["one group", "with a window"])
+def test_no_request_is_preempted_since_memory_was_reserved(order: str, groups: tuple[tuple[int, int | None, int], ...]) -> None:
+    shape = Shape(num_blocks=60, block_size=1, groups=groups, max_tokens=12, max_model_len=32, overlap=False)
     world = World(LightLLM, shape, LightLLMOptions(every=2, order=order))
     for i in range(20):
         world.add(Spec(f"r{i}", tuple(range(i, i + 3 + i % 9)), max_tokens=4 + i % 13, delay=i * 0.02, client="abc"[i % 3]))

@@ -83,7 +83,7 @@ def test_a_frame_is_the_same_at_the_other_end(pairs: list[tuple[int, int]]) -> N
     numbers, tokens = [number for number, _ in pairs], [token for _, token in pairs]
     ends = (Finished(3, "stop", "</s>", 0), Finished(4, "stop", 17, 1), Finished(5, "length", None, 0))
     first = (First(3, 16, 0.5, 0.75), First(4, 0, None, None))
-    sent = StepFrame(9, 1.5, pack_numbers(numbers), pack_tokens(tokens), Load(1, 2, 3, 4, 5), first, ends)
+    sent = StepFrame(9, 1.5, pack_numbers(numbers), pack_tokens(tokens), Load(1, 2, 3, 4, 5, (2, 1)), first, ends)
     frame = decode_to_front_end(encode(sent))
     assert frame == sent
     assert isinstance(frame, StepFrame)

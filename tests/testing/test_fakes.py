@@ -10,7 +10,7 @@ import pytest
 from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext, NewRow
-from dovetail.api.kv_cache import BlockCopy, KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.testing import FakeExecutor, FakeExecutorOptions, FakeKVCache, make_request
@@ -29,12 +29,12 @@ def executor(**options: Any) -> FakeExecutor:
 
 
 def row(row: int = 0, tokens: list[int] = PROMPT, computed: int = 0, blocks: tuple[int, ...] = (0, 1)) -> NewRow:
-    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), computed, np.array(blocks, np.int32), RowSampling())
+    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), computed, (np.array(blocks, np.int32),), RowSampling())
 
 
 def batch(step: int, rows: list[int], num_tokens: list[int], yields_token: list[bool] | None = None, **fields: Any) -> Batch:
     empty = np.array([], np.int32)
-    given = {"removed": empty, "added": (), "new_block_rows": empty, "new_blocks": empty, "copies": (), **fields}
+    given = {"removed": empty, "added": (), "new_pages": empty.reshape(0, 3), "copies": (), **fields}
     return Batch(step, rows=np.array(rows), num_tokens=np.array(num_tokens), yields_token=np.array(yields_token or [True] * len(rows)), **given)
 
 
@@ -75,7 +75,7 @@ def test_time_passes_as_on_a_device() -> None:
         (batch(2, [1], [1], added=(row(1, [2, 1, 4, 1, 5], computed=4),)), "would read another sequence's K and V"),
         (batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),)), "would read another sequence's K and V"),
         (batch(2, [1, 0], [5, 1], added=(row(1, [9, 9, 9, 9, 9]),)), "would read another sequence's K and V"),
-        (batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),), copies=(BlockCopy(0, 7),)), None),
+        (batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),), copies=(PageCopy(0, 7),)), None),
     ],
 )
 def test_a_breach_of_the_contract_is_caught_at_once(wrong: Batch, words: str | None) -> None:
@@ -115,16 +115,16 @@ def test_a_window_is_looked_back_from_each_token_of_a_chunk() -> None:
 
 
 def test_the_fake_manager_loses_no_block() -> None:
-    kv = FakeKVCache(NoOptions(), KVContext(KVLayout((KVGroup((0,), None, 1),), 4, "none"), 6))
+    kv = FakeKVCache(NoOptions(), KVContext(KVLayout((CacheGroup((0,), 4),), 1, "none"), 6))
     a, b = make_request("a", 20), make_request("b", 20)
     assert kv.allocate(a, 17) is not None
     assert kv.allocate(b, 9) is None
-    assert kv.blocks_needed(b, 4) == 1
+    assert kv.pages_needed(b, 4) == 1
     assert (kv.counts.free, kv.counts.held) == (1, 5)
     kv.check_integrity()
     kv.free(a)
     kv.free(b)
-    assert kv.available_blocks == 6
+    assert kv.available_pages == 6
     kv._free.append(0)
     with pytest.raises(DovetailError, match="twice"):
         kv.check_integrity()

@@ -24,6 +24,7 @@ import dovetail
 from dovetail import EngineConfig, LLMEngine
 from dovetail.errors import ConfigError
 from dovetail.runtime.token_sizes import ALWAYS_TOKENS, padded_sizes
+from dovetail_lab.cache_layout import measured_groups, pool_tokens
 from dovetail_lab.rehearsal import as_rehearsed, rehearse
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
 from dovetail_lab.step_profile import StepTimeProfile
@@ -102,7 +103,7 @@ class Design:
         """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the engine is too small. Raises `ConfigError` if
         nothing fits."""
         capacity, config = engine.capacity, engine.config
-        pool = int(0.6 * capacity.num_blocks * capacity.layout.block_size)
+        pool = int(0.6 * pool_tokens(capacity.layout, capacity.num_pages))
         most_rows = min(config.max_num_seqs, 4 if quick else 256)
         rows = sorted({rows for rows in ROWS if rows < most_rows} | {most_rows})
         steps, repeats, rounds = (2 * TOGETHER, 1, 1) if quick else (4 * TOGETHER, REPEATS, ROUNDS)
@@ -344,7 +345,8 @@ def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
     if not complete:
         notes.append("time ran out before all of the grid was measured")
     return {
-        "kv_tokens": capacity.num_blocks * capacity.layout.block_size,
+        "kv_tokens": capacity.num_pages * capacity.layout.block_size,
+        "cache_groups": measured_groups(capacity.layout),
         "max_in_flight": engine.core.max_in_flight,
         "machine": capacity.details.get("device", capacity.details.get("step times", "unknown")),
         "model": f"{config.model} ({capacity.details.get('model', 'unknown')})",

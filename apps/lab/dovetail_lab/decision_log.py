@@ -2,7 +2,7 @@
 simulation.
 
     engine     device     | prefill | decode | prefill+decode | ...      a slice per step; its arguments name refusals, preemptions, notes
-               counters   running, waiting; KV blocks held, cached, free; tokens of a step
+               counters   running, waiting; KV blocks held, cached, free, held by cache group; tokens of a step
     requests   lane 000   | request 17                    | request 31 ...
                           | waiting: MEMORY | prefill | decode |         phases of the request above, and why it waited
                lane 001   ...
@@ -128,6 +128,7 @@ class DecisionLog(Observer):
             raise self._no_file("is not a file in an existing directory")
         self._file: TextIO | None = None
         self._zero = 0.0
+        self._groups: tuple[str, ...] = ()  # names of the cache groups
         self._lanes = Lanes()
         self._lives: dict[Request, Life] = {}
         self._over: list[Life] = []  # finished requests with a step still in flight
@@ -135,6 +136,7 @@ class DecisionLog(Observer):
     def on_started(self, event: EngineStarted) -> None:
         """Open the file. Raises `ConfigError` if that fails."""
         self._zero = event.time
+        self._groups = tuple(group.name for group in event.cache_groups)
         try:
             self._file = self._path.open("w", encoding="utf-8", errors="replace", newline="\n")
         except (OSError, ValueError) as error:
@@ -224,11 +226,13 @@ class DecisionLog(Observer):
             **self._headings(event.decisions),
         }
         blocks = event.blocks
+        by_group = dict(zip(self._groups, blocks.held_by_group, strict=False)) if len(self._groups) > 1 else {}
         return [
             _slice("+".join(kinds) or "nothing", ENGINE, DEVICE, begin, end, args),
             _counter("tokens", begin, {"prefill": event.prefill_tokens, "decode": event.decode_tokens}),
             _counter("requests", end, {"running": event.running, "waiting": event.waiting}),
             _counter("KV blocks", end, {"held": blocks.held, "cached": blocks.cached, "free": blocks.free}),
+            *([_counter("KV blocks held by group", end, by_group)] if by_group else []),
         ]
 
     def _headings(self, decisions: Sequence[Decision]) -> dict[str, Any]:

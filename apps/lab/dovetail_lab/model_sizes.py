@@ -1,15 +1,17 @@
-"""`ModelSizes`: the numbers of a transformer's config.json that determine how much a step reads and computes, for the roofline model and estimates
-of the KV pool."""
+"""`ModelSizes`: the numbers of a transformer's config.json that determine how much a step reads and computes, for the roofline model, and the
+layout of its K and V in the pool."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError, ModelLoadError
 from dovetail.json_files import read_json_object
+from dovetail.kv_layout import CachedLayer, PlannedLayout, plan_layout
 from dovetail_lab.step_time import share_touched
 
 NAMES: Mapping[str, tuple[str, ...]] = {  # names of the same number by model family
@@ -31,16 +33,25 @@ REFUSED: Mapping[str, str] = {  # key, if set -> its meaning
     "ssm_cfg": "state-space layers",
     "mamba_num_heads": "state-space layers",
     "linear_num_key_heads": "linear attention",
+    "attention_chunk_size": "chunked attention",
+    "num_kv_shared_layers": "K and V shared between layers",
+    "global_head_dim": "layers with different head sizes",
     "first_k_dense_replace": "dense layers before the layers with experts",
     "mlp_only_layers": "dense layers among the layers with experts",
     "n_shared_experts": "shared experts counted in multiples of another",
     "vision_config": "an image encoder",
 }
+TEXT_ONLY = ("gemma3", "mistral3")  # model types with an image encoder that the engine leaves out: `text_config` is the model
+PATTERNS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}  # model type -> of how many layers the last has no window
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # of keys that published files leave out, by model type
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "sliding_window": 4096},
+}
+TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose head is their embedding, unless the file says otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a decoder-only transformer with full attention and identical layers."""
+    """Sizes of a decoder-only transformer whose layers are identical but for their windows."""
 
     layers: int
     hidden: int
@@ -53,6 +64,8 @@ class ModelSizes:
     experts: int = 0  # per layer; 0: no mixture of experts
     experts_per_token: int = 0
     expert_mlp: int = 0  # inner size of an expert
+    windows: tuple[int | None, ...] = ()  # by layer: tokens that a query sees, itself included; None: all. Empty: all layers have full attention
+    tied: bool = False  # the head's weights are the embedding's
 
     @classmethod
     def of(cls, source: str | Mapping[str, Any]) -> ModelSizes:
@@ -61,11 +74,13 @@ class ModelSizes:
         Raises `ConfigError` that names a key that is missing, isn't a positive integer, or can't be expressed by these sizes.
         """
         origin, config = ("model", dict(source)) if isinstance(source, Mapping) else _read(source)
+        if config.get("model_type") in TEXT_ONLY and isinstance(config.get("text_config"), Mapping):
+            config = dict(config["text_config"])
+        model_type = config.get("model_type")
+        config = {**DEFAULTS.get(model_type, {}), **config} if isinstance(model_type, str) else config
         for key, meaning in REFUSED.items():
             if config.get(key):
-                raise ConfigError(f"{origin}: {key} is {config[key]!r}: {meaning}: not supported (only identical layers with full attention)")
-        if config.get("sliding_window") and config.get("use_sliding_window", True):
-            raise ConfigError(f"{origin}: sliding_window is {config['sliding_window']}: not supported (only full attention)")
+                raise ConfigError(f"{origin}: {key} is {config[key]!r}: {meaning}: not supported (layers may differ only in their windows)")
 
         def number(name: str, default: int | None = None) -> int:
             key = next((key for key in NAMES[name] if config.get(key) is not None), None)
@@ -75,19 +90,22 @@ class ModelSizes:
             return value
 
         hidden, heads = number("hidden"), number("heads")
-        experts = number("experts", 0)
+        experts, layers = number("experts", 0), number("layers")
+        windows = _windows(origin, config, layers)
         return cls(
-            layers=number("layers"),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=number("kv_heads", heads),
             head_size=number("head_size", max(hidden // heads, 1)),
             vocab=number("vocab"),
-            mlp_matrices=2 if config.get("model_type") in UNGATED else 3,
+            mlp_matrices=2 if model_type in UNGATED else 3,
             mlp=number("shared_mlp", 0) if experts else number("mlp", 4 * hidden),
             experts=experts,
             experts_per_token=number("experts_per_token") if experts else 0,
             expert_mlp=number("expert_mlp", number("mlp", 4 * hidden)) if experts else 0,
+            windows=windows if any(windows) else (),
+            tied=bool(config.get("tie_word_embeddings", model_type in TIED)),
         )
 
     @property
@@ -111,17 +129,54 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int:
-        """Number of all weights, with an embedding separate from the head. Norms and biases, some thousandths, are excluded."""
-        return self.dense_weights + self.experts * self.expert_weights + 2 * self.head_weights
+        """Number of all weights. Norms and biases, some thousandths, are excluded."""
+        return self.dense_weights + self.experts * self.expert_weights + (1 if self.tied else 2) * self.head_weights
 
     @property
     def kv_numbers(self) -> int:
         """Number of K and V values of a token, in all layers together."""
         return 2 * self.layers * self.kv_heads * self.head_size
 
+    def cache_layout(self, block_size: int, kv_bytes: float = 2.0, max_len: int | None = None) -> PlannedLayout:
+        """Return the layout of the engine's pool for these layers, on all devices together. `block_size`: tokens of the smallest block. `kv_bytes`:
+        of a K or V value. `max_len`: longest sequence; windows of as many tokens count as none."""
+
+        def tensor_bytes(tokens: int) -> tuple[int, int]:
+            size = ceil(kv_bytes * self.kv_heads * self.head_size * tokens)
+            return size, size
+
+        windows = self.windows or (None,) * self.layers
+        ending = [None if window is None or (max_len is not None and window >= max_len) else window for window in windows]
+        return plan_layout([CachedLayer(index, window, tensor_bytes) for index, window in enumerate(ending)], block_size, "none")
+
     def experts_touched(self, tokens: int) -> float:
         """Return the expected number of a layer's E experts that a batch uses if each token chooses k uniformly: E (1 - (1 - k/E)^tokens)."""
         return self.experts * share_touched(self.experts_per_token / self.experts, tokens) if self.experts else 0.0
+
+
+def _windows(origin: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer. Raises `ConfigError` if the config's keys contradict each other, or name other kinds of attention."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    first = config.get("max_window_layers")  # Qwen's: the layers before it have none, and none has any unless `use_sliding_window` says so
+    if not config.get("use_sliding_window", first is None):
+        window = None
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        raise ConfigError(f"{origin}: expected sliding_window as a positive integer, got {window!r}")
+    if kinds is None:
+        default = PATTERNS.get(str(config.get("model_type")))
+        pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
+        if pattern is not None and (not isinstance(pattern, int) or pattern < 1):
+            raise ConfigError(f"{origin}: expected sliding_window_pattern as a positive integer, got {pattern!r}")
+        slides = [index >= (first or 0) and (pattern is None or (index + 1) % pattern != 0) for index in range(layers)]
+        return tuple(window if sliding else None for sliding in slides)
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+        raise ConfigError(f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"{origin}: layer_types has {kind!r}: not supported (only full_attention and sliding_attention)")
+    if "sliding_attention" in kinds and window is None:
+        raise ConfigError(f"{origin}: layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:

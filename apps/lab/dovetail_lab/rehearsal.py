@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail import LLMEngine
+from dovetail_lab.cache_layout import pool_tokens, windows_of
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.rig import Rig, Sighting, TimeIsUpError
@@ -93,14 +94,15 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
     """Return a workload with all lengths that fit the engine, at a rate that keeps about `ROWS` requests decoding."""
     capacity, config = engine.capacity, engine.config
     rows = max(1, min(ROWS, config.max_num_seqs // 2))
-    room = min(capacity.max_model_len, capacity.num_blocks * capacity.layout.block_size // (ROOM * rows))
+    windows = windows_of(capacity.layout)
+    room = min(capacity.max_model_len, pool_tokens(capacity.layout, capacity.num_pages) // (ROOM * rows))
     prompt = max(2, min(PROMPT_TOKENS, room * 2 // 3, config.max_num_batched_tokens))
     output = max(2, min(OUTPUT_TOKENS, room // 4))
     least_prompt, least_output = (max(1, int(share * most)) for share, most in zip(LEAST, (prompt, output), strict=True))
     mean_output = (least_output + output) / 2
     had = np.full(rows, (prompt + output) // 2)
-    decode_s = _step_s(profile, StepShape.of(np.ones(rows, np.int64), had))
-    prefill_s = _step_s(profile, StepShape.of(np.append(np.ones(rows, np.int64), max(2, prompt // 2)), np.append(had, 0)))
+    decode_s = _step_s(profile, StepShape.of(np.ones(rows, np.int64), had, windows))
+    prefill_s = _step_s(profile, StepShape.of(np.append(np.ones(rows, np.int64), max(2, prompt // 2)), np.append(had, 0), windows))
     # In a second there are `rate` steps with a prompt and (1 - rate * prefill_s) / decode_s others; each generates a token per row, and the supply
     # must equal the demand, rate * mean_output.
     rate = rows / decode_s / max(1.0, mean_output - rows + rows * prefill_s / decode_s)

@@ -99,7 +99,7 @@ def replay_replicas(
             raise error
         records = {id: replace(record, replica=index) for index, member in enumerate(members) for id, record in member.ended.items()}
         in_order = tuple(records[request.id] for request in trace)
-        timeline = Timeline.of_replicas([member.timeline for member in members], engines[0].capacity.num_blocks)
+        timeline = Timeline.of_replicas([member.timeline for member in members], engines[0].capacity.num_pages)
         notes = notes_of(in_order, timeline, sum(member.cut for member in members), engines[0].capacity.max_model_len)
         return RunResult(
             name=name or loaded.scheduler.label,

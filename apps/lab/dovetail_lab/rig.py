@@ -19,7 +19,8 @@ from dovetail.api.executor import Batch, Capacity, Executor, Result
 from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.errors import DovetailError
 from dovetail.sampling_params import OutputKind
-from dovetail_lab.step_time import StepShape
+from dovetail_lab.cache_layout import windows_of
+from dovetail_lab.step_time import StepShape, Windows
 
 NEVER = 1 << 30  # tokens: more than any request can have
 
@@ -48,10 +49,11 @@ class TimeIsUpError(Exception):
 class Probe(Executor):
     """Wraps an executor and records its calls and results."""
 
-    def __init__(self, inner: Executor, rows: int) -> None:
+    def __init__(self, inner: Executor, rows: int, windows: Windows = ()) -> None:
         super().__init__(inner.options, inner.context)
         self._inner = inner
         self._computed = np.zeros(rows, np.int64)
+        self._windows = windows
         self._in_flight: deque[tuple[Any, Sighting]] = deque()
         self.planned = 0.0
         self.collected: list[Sighting] = []
@@ -65,7 +67,7 @@ class Probe(Executor):
         launched = self.context.clock.now()
         for new in batch.added:
             self._computed[new.row] = new.computed
-        shape = StepShape.of(batch.num_tokens, self._computed[batch.rows])
+        shape = StepShape.of(batch.num_tokens, self._computed[batch.rows], self._windows)
         self._computed[batch.rows] += batch.num_tokens
         sighting = Sighting(shape, self.planned, submitted, launched, added=len(batch.added), sampled=int(batch.yields_token.sum()))
         self._in_flight.append((handle, sighting))
@@ -112,10 +114,10 @@ class Rig:
         """`until`: time limit on the machine's monotonic clock."""
         config, capacity = engine.config, engine.capacity
         self.engine, self._until = engine, until
-        context = SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
+        context = SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_pages, capacity.layout.block_size, config.seed)
         self._policy = engine.core.scheduler
         self._script = _Script(self._policy.options, context)
-        self.probe = Probe(engine.core.executor, config.max_num_seqs)
+        self.probe = Probe(engine.core.executor, config.max_num_seqs, windows_of(capacity.layout))
         engine.core.swap(scheduler=self._script, executor=self.probe)
         self._random = np.random.default_rng(config.seed)
         self._made = 0

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from dovetail.api.kv_cache import KVLayout
 from dovetail.errors import ConfigError
 from dovetail_lab.devices import DATA_SHEETS, DataSheet
 from dovetail_lab.model_sizes import ModelSizes
@@ -25,7 +26,8 @@ ACTIVATIONS = 2  # number of times that a layer's activations are written and re
 
 
 class RooflineStepTime(Described):
-    """Step-time model of a 16-bit transformer, dense or mixture of experts, on one device or several with tensor parallelism."""
+    """Step-time model of a 16-bit transformer, dense or mixture of experts, on one device or several with tensor parallelism. Of a model with sliding
+    windows, shapes must count what its layers see (`StepShape.of` with `windows`)."""
 
     kind: Literal["roofline"] = "roofline"
     model: str | dict[str, Any] = Field(description="A config.json, its folder, or its content.")
@@ -68,15 +70,14 @@ class RooflineStepTime(Described):
         seconds += self._attention(shape) + self._activations(tokens) + self._sums(tokens)
         return max(seconds, sizes.layers * self.launched_layer_s)
 
-    def kv_tokens(self, memory_share: float) -> int:
-        """Return the number of tokens whose K and V fit on the devices, if the engine uses `memory_share` of their memory, including weights.
-        Excludes the memory of activations, a few percent. Raises `ConfigError` if the weights leave no space."""
+    def num_pages(self, layout: KVLayout, memory_share: float) -> int:
+        """Return the number of pages that fit on the devices, if the engine uses `memory_share` of their memory, including weights. Excludes the
+        memory of activations, a few percent. Raises `ConfigError` if the weights leave no space."""
         left = memory_share * self.sheet.memory_bytes * self.gpus - self.weight_bytes * self.sizes.parameters
-        tokens = int(left / (self.kv_bytes * self.sizes.kv_numbers))
-        if tokens < 1:
+        if left < layout.page_bytes:
             weights, memory = 1e-9 * self.weight_bytes * self.sizes.parameters, 1e-9 * self.sheet.memory_bytes
             raise ConfigError(f"{weights:.0f} GB of weights leave no room for K and V in {memory_share:.0%} of {self.gpus} x {memory:.0f} GB")
-        return tokens
+        return int(left / layout.page_bytes)
 
     @cached_property
     def _bytes_per_s(self) -> float:

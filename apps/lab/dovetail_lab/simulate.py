@@ -134,7 +134,8 @@ def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> d
         "overlap": core.max_in_flight > 1,
         "prefix_reuse": core.kv.capabilities.reuse,
         "block_size": capacity.layout.block_size,
-        "num_blocks": capacity.num_blocks,
+        "num_blocks": capacity.num_pages,
+        **({"cache_groups": [group.name for group in capacity.layout.groups]} if capacity.layout.has_windows else {}),
         "max_model_len": capacity.max_model_len,
     }
 

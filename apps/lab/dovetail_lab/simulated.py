@@ -14,13 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, NewRow, Result
-from dovetail.api.kv_cache import KVGroup, KVLayout
-from dovetail.errors import DovetailError, UnsupportedError
+from dovetail.api.kv_cache import KVLayout
+from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.kv_layout import PlannedLayout
 from dovetail.testing.fake_executor import next_allowed
+from dovetail_lab.cache_layout import layout_of, pool_tokens, windows_of
 from dovetail_lab.grammars import SimulatedGrammars
+from dovetail_lab.model_sizes import ModelSizes
 from dovetail_lab.roofline import RooflineStepTime
 from dovetail_lab.step_profile import StepTimeProfile, chance
-from dovetail_lab.step_time import StepShape
+from dovetail_lab.step_time import StepShape, Windows
 
 DEFAULT_BLOCK_SIZE = 16
 OVERLAPPED = 2  # default number of steps in flight
@@ -40,7 +43,12 @@ class SimulatedOptions(BaseModel):
     num_blocks: int | None = Field(
         None,
         ge=1,
-        description="Blocks in the KV pool. Unset: as in the measured engine; for a roofline, as many as fit on the device.",
+        description="Blocks (pages) in the KV pool. Unset: as in the measured engine; for a roofline, as many as fit on the device.",
+    )
+    model: str | dict[str, Any] | None = Field(
+        None,
+        description="A config.json, its folder, or its content: which layers have sliding windows, and release blocks. "
+        "Unset: the roofline's model, or as in the measured engine.",
     )
     max_in_flight: int | None = Field(
         None, ge=1, le=8, description="Steps submitted before the oldest is collected; 1 if overlap is off. Unset: as measured, or 2."
@@ -103,6 +111,7 @@ class SimulatedExecutor(Executor):
         self._position = np.zeros(rows, np.int64)  # of the next answer
         self._last = np.zeros(rows, np.int64)  # position of the last token of the answer
         self._answers = np.zeros((rows, 1), np.int64)
+        self._windows: Windows = ()
 
     def expect(self, request_id: str, answer: NDArray[np.int32]) -> None:
         """Set a request's answer: ids [at least 1], the last of which is repeated as needed. No other component sees it."""
@@ -123,26 +132,42 @@ class SimulatedExecutor(Executor):
 
     def start(self) -> Capacity:
         config = self.context.config
-        block_size = config.block_size or DEFAULT_BLOCK_SIZE
-        num_blocks = self.options.num_blocks or self._kv_tokens() // block_size
-        if not num_blocks:
-            raise UnsupportedError(
-                f"executor simulated: step times {self.profile.name!r} don't state the size of the KV pool: set executor.num_blocks"
-            )
+        planned = self._planned_layout()
+        layout = layout_of(self.profile.cache_groups, self._block_size, config.max_model_len) if planned is None else planned.layout
+        num_pages = self.options.num_blocks or self._measured_pages(layout)
+        self._windows = windows_of(layout)
         return Capacity(
-            num_blocks=num_blocks,
+            num_pages=num_pages,
             max_in_flight=self.options.max_in_flight or self.profile.max_in_flight or OVERLAPPED,
-            layout=KVLayout((KVGroup((0,), None, 1),), block_size, "none"),
+            layout=layout,
             vocab_size=self.options.vocab_size,
-            max_model_len=config.max_model_len or num_blocks * block_size,
-            details={"step times": self.profile.name},
+            max_model_len=config.max_model_len or pool_tokens(layout, num_pages),
+            details={"step times": self.profile.name} | ({} if planned is None or not self._windows else {"kv_groups": planned.describe()}),
         )
 
-    def _kv_tokens(self) -> int:
-        """Return the number of tokens in the pool, as measured, or by the data sheet; 0 if neither is known."""
-        if self.profile.kv_tokens is None and isinstance(self._step_time, RooflineStepTime):
-            return self._step_time.kv_tokens(self.context.config.gpu_memory_utilization)
-        return self.profile.kv_tokens or 0
+    @property
+    def _block_size(self) -> int:
+        return self.context.config.block_size or DEFAULT_BLOCK_SIZE
+
+    def _planned_layout(self) -> PlannedLayout | None:
+        """Return the layout of the model that the options or a roofline name; None if there is none. Raises `ConfigError` if both do, or if the step
+        times were measured on other layers."""
+        model, roofline = self.options.model, self._step_time if isinstance(self._step_time, RooflineStepTime) else None
+        if model is not None and (roofline is not None or self.profile.cache_groups):
+            raise ConfigError(f"executor simulated: step times {self.profile.name!r} state their model's layers: leave executor.model out")
+        sizes = roofline.sizes if roofline is not None else None if model is None else ModelSizes.of(model)
+        if sizes is None:
+            return None
+        return sizes.cache_layout(self._block_size, 2.0 if roofline is None else roofline.kv_bytes, self.context.config.max_model_len)
+
+    def _measured_pages(self, layout: KVLayout) -> int:
+        """Return the number of pages in the pool, as measured, or by the data sheet. Raises `UnsupportedError` if neither is known."""
+        if self.options.model is None and (measured := (self.profile.kv_tokens or 0) // self._block_size):
+            return measured
+        if isinstance(self._step_time, RooflineStepTime):
+            return self._step_time.num_pages(layout, self.context.config.gpu_memory_utilization)
+        why = "don't state the size of the KV pool" if self.options.model is None else "don't state the size of this model's KV pool"
+        raise UnsupportedError(f"executor simulated: step times {self.profile.name!r} {why}: set executor.num_blocks")
 
     def submit(self, batch: Batch) -> int:
         free = self._entered() - self._core_late_s
@@ -153,7 +178,7 @@ class SimulatedExecutor(Executor):
         for new in batch.added:
             self._begin(new)
         rows = batch.rows
-        shape = StepShape.of(batch.num_tokens, self._computed[rows])
+        shape = StepShape.of(batch.num_tokens, self._computed[rows], self._windows)
         self._computed[rows] += batch.num_tokens
         token_ids = self._answers[rows, np.minimum(self._position[rows], self._last[rows])]
         token_ids[~batch.yields_token] = -1

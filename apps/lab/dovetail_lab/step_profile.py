@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from dovetail.errors import ConfigError
+from dovetail_lab.cache_layout import MeasuredGroup
 from dovetail_lab.records import StepTimes
 from dovetail_lab.roofline import RooflineStepTime
 from dovetail_lab.step_time import (
@@ -112,7 +113,12 @@ class StepTimeProfile(Described):
     results_per_row_s: Seconds = Field(default=0.0, description="Additional delivery time per request in the step.")
     error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the evaluated steps.")
     judged_on: str = Field(default="", description="The evaluated steps: which, how many.")
-    kv_tokens: int | None = Field(default=None, ge=1, description="Tokens in the KV pool of the measured engine.")
+    kv_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens in the KV pool of the measured engine: its pages times the tokens of its smallest block."
+    )
+    cache_groups: tuple[MeasuredGroup, ...] = Field(
+        default=(), description="Its layers by window, full attention first. Unset: all have full attention."
+    )
     max_in_flight: int | None = Field(
         default=None, ge=1, le=8, description="Maximum number of steps in flight in the measured engine; 1 without overlap. Unset: unknown."
     )

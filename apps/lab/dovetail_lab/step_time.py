@@ -7,7 +7,7 @@ same on every machine.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Integers = NDArray[np.int64] | NDArray[np.int32]
+Windows = Sequence[tuple[int | None, int]]  # (window, number of layers with it); None: full attention
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StepShape(NamedTuple):
-    """Work of a batch. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode."""
+    """Work of a batch. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode. In a model with sliding
+    windows, `context_tokens` and `prefill_pairs` are means over its layers, rounded down."""
 
     rows: int
     tokens: int  # new tokens of all rows
@@ -34,20 +36,40 @@ class StepShape(NamedTuple):
     prefill_length: int = 0  # old and new tokens of the longest prefill row: bounds the time of one query
 
     @classmethod
-    def of(cls, new_tokens: Integers, context: Integers) -> StepShape:
-        """Create a shape from the number of tokens that each row computes [rows], and has computed before [rows]."""
+    def of(cls, new_tokens: Integers, context: Integers, windows: Windows = ()) -> StepShape:
+        """Create a shape from the number of tokens that each row computes [rows], and has computed before [rows]. `windows`: of the layers; empty:
+        all have full attention."""
         rows, tokens = len(new_tokens), int(np.add.reduce(new_tokens))  # `sum` would take twice as long
-        read = int(np.add.reduce(context)) + tokens
+        read = (_mean(windows, lambda window: _visible(context, window)) if windows else int(np.add.reduce(context))) + tokens
         if tokens == rows:
             return cls(rows, tokens, 0, 0, read, 0)
         prefills = np.flatnonzero(new_tokens > 1)
         new, had = new_tokens[prefills].astype(np.int64), context[prefills]
-        pairs = int((new * had + new * (new + 1) // 2).sum())
+        pairs = _mean(windows, lambda window: _pairs(new, had, window)) if windows else _pairs(new, had, None)
         return cls(rows, tokens, len(prefills), int(new.sum()), read, pairs, int((new + had).max()))
 
     @property
     def decodes(self) -> int:
         return self.rows - self.prefill_rows
+
+
+def _mean(windows: Windows, of_window: Callable[[int | None], int]) -> int:
+    """Return the mean over all layers of a number that depends on a layer's window."""
+    return sum(layers * of_window(window) for window, layers in windows) // sum(layers for _, layers in windows)
+
+
+def _visible(context: Integers, window: int | None) -> int:
+    """Return the number of earlier tokens that the first new token of each row sees, summed over the rows."""
+    return int(np.add.reduce(context if window is None else np.minimum(context, window - 1)))
+
+
+def _pairs(new: NDArray[np.int64], had: Integers, window: int | None) -> int:
+    """Return the number of (query, key) pairs of rows with `had` tokens that compute `new` more."""
+    pairs = new * had + new * (new + 1) // 2
+    if window is not None:  # less those of keys before each query's window: 0, 0, 1, 2, 3 …
+        last, before = np.maximum(had + new - window, 0), np.maximum(had - window, 0)
+        pairs = pairs - last * (last + 1) // 2 + before * (before + 1) // 2
+    return int(pairs.sum())
 
 
 class StepTimeModel(Protocol):

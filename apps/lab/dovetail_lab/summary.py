@@ -64,7 +64,8 @@ def conditions(result: RunResult) -> str:
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
     pace = "" if "pace" not in settings else ", no pace" if settings["pace"] is None else f", pace {settings['pace']:g}"  # missing in older runs
     routed = f"{settings['replicas']} replicas, routed by {settings['router']}, each with " if "replicas" in settings else ""
-    return f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens"
+    groups = f" of {len(settings['cache_groups'])} cache groups ({', '.join(settings['cache_groups'])})" if "cache_groups" in settings else ""
+    return f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens{groups}"
 
 
 def source_of_times(step_times: StepTimes) -> str:

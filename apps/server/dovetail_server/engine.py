@@ -24,10 +24,11 @@ class EngineInfo:
 
     model: str  # as the config names it
     intake: IntakeFacts  # limits, lengths and capabilities, against which requests are validated
-    block_size: int  # tokens
-    num_blocks: int
+    block_size: int  # tokens of the smallest block
+    num_blocks: int  # pages of the KV pool
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use
     details: Mapping[str, Any] = field(default_factory=dict)  # the executor's choices: device, dtype, attention …
+    cache_groups: tuple[str, ...] = ()  # names: "full", "window 1024"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Load:
     held_blocks: int = 0  # in the tables of requests
     free_blocks: int = 0  # without reusable K and V
     cached_blocks: int = 0  # in no table, with reusable K and V
+    held_by_group: tuple[int, ...] = ()  # `held_blocks` by cache group; empty: not told apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def main() -> int:
     from dovetail.config import EngineConfig
     from dovetail.errors import DovetailError, EngineDeadError
     from dovetail.front.assembly import assemble
-    from dovetail.front.engine_info import ranks_in_words
+    from dovetail.front.engine_info import groups_in_words, ranks_in_words
     from dovetail_server.host import EngineHost, StepWatch
     from dovetail_server.links import ZmqPost
 
@@ -44,7 +44,7 @@ def main() -> int:
     assembly.prepare_grammars()
     host = EngineHost(assembly, post)
 
-    channel.send(ready=True, ranks=ranks_in_words(assembly.capacity))
+    channel.send(ready=True, ranks=ranks_in_words(assembly.capacity), groups=groups_in_words(assembly.capacity))
     for target in (partial(_beat, channel, StepWatch(host)), partial(_obey, orders, host, post)):
         threading.Thread(target=target, daemon=True).start()
     try:

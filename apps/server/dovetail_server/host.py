@@ -319,12 +319,15 @@ class EngineHost:
         """Return what front ends must know of the engine."""
         assembly, capacity, config = self._assembly, self._assembly.capacity, self._assembly.config
         details = {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()}
-        info = EngineInfo(config.model.path, assembly.intake_facts, capacity.layout.block_size, capacity.num_blocks, dict(assembly.parts), details)
+        layout, parts = capacity.layout, dict(assembly.parts)
+        groups = tuple(group.name for group in layout.groups)
+        info = EngineInfo(config.model.path, assembly.intake_facts, layout.block_size, capacity.num_pages, parts, details, groups)
         return Welcome(info, str(assembly.tokenizer_dir), config.seed, not isinstance(self._core.clock, VirtualClock))
 
     def _load(self) -> Load:
         stats = self._core.update_stats()
-        return Load(stats.running, stats.waiting, stats.blocks.held, stats.blocks.free, stats.blocks.cached)
+        blocks = stats.blocks
+        return Load(stats.running, stats.waiting, blocks.held, blocks.free, blocks.cached, blocks.held_by_group)
 
     def _tell_load(self) -> None:
         """Send all front ends a frame with the load only."""

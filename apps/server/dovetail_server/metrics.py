@@ -132,6 +132,7 @@ class ServerMetrics(Collector):
             "running": load.running,
             "waiting": load.waiting,
             "blocks": {"held": load.held_blocks, "cached": load.cached_blocks, "free": load.free_blocks},
+            "held_by_group": self._held_by_group(),
             "generated_tokens": self.generated_tokens,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
@@ -147,6 +148,10 @@ class ServerMetrics(Collector):
         yield from self._counts()
         yield from self._histograms()
         yield from self._by_client()
+
+    def _held_by_group(self) -> dict[str, int]:
+        """Return the blocks that requests hold by the cache group's name; empty if the manager doesn't tell them apart."""
+        return dict(zip(self._engine.info.cache_groups, self._engine.load.held_by_group, strict=False))
 
     def _engine_times(self, times: RequestMetrics) -> None:
         self.preemptions += times.preemptions
@@ -178,6 +183,14 @@ class ServerMetrics(Collector):
         yield family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1", labels, used)
         blocks = {"held": load.held_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
         yield family(GaugeMetricFamily, "dovetail_kv_blocks", "KV blocks by state", labels, blocks, "state")
+        yield family(
+            GaugeMetricFamily,
+            "dovetail_kv_group_blocks",
+            "KV blocks that requests hold, by cache group",
+            labels,
+            self._held_by_group(),
+            "group",
+        )
         cache = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
         yield family(GaugeMetricFamily, "vllm:cache_config_info", "Size of the KV cache, as labels", labels | cache, 1)
         parts = {f"part_{kind}": name for kind, name in sorted(info.parts.items())}

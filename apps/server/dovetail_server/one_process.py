@@ -13,7 +13,7 @@ import zmq
 from dovetail.config import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
-from dovetail.front.engine_info import ranks_in_words
+from dovetail.front.engine_info import groups_in_words, ranks_in_words
 from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost, StepWatch
 from dovetail_server.links import ZmqLine, ZmqPost
@@ -94,7 +94,7 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
                 loop.call_soon_threadsafe(fail, reason)
 
         thread = HostThread(assembly, fail_soon)
-        begun = f"dovetail serves {source}{ranks_in_words(assembly.capacity)} at {url}"
+        begun = f"{groups_in_words(assembly.capacity)}dovetail serves {source}{ranks_in_words(assembly.capacity)} at {url}"
         front_end = FrontEnd(thread.line, "", settings, sockets[0], lambda: print(begun, flush=True))
         watching = asyncio.create_task(watch())
         running = asyncio.create_task(front_end.run())

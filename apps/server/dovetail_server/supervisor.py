@@ -56,6 +56,7 @@ class Child:
     socket: socket.socket | None = None  # a front end's listening socket
     ready: bool = False
     ranks: str = ""  # description of an engine's ranks, if it has several
+    groups: str = ""  # line that describes its cache groups, if it has several
     started: float = field(default_factory=time.monotonic)
     refused: str | None = None  # why it failed to start
     dead: str | None = None  # why it died or was killed
@@ -202,7 +203,7 @@ class Supervisor:
     def _note(self, child: Child, message: Message) -> None:
         child.heard = self._clock.now
         if "ready" in message:
-            child.ready, child.ranks = True, message.get("ranks", "")
+            child.ready, child.ranks, child.groups = True, message.get("ranks", ""), message.get("groups", "")
         elif "refused" in message:
             child.refused = message["refused"]
         elif "dead" in message:
@@ -293,7 +294,7 @@ class Supervisor:
         engine = self._the_engine()
         if self._state is State.STARTING and engine.ready and all(child.ready for child in self._front_ends.values()):
             self._state = State.SERVING
-            print(f"dovetail serves {self._source}{engine.ranks} at {self._url}", flush=True)
+            print(f"{engine.groups}dovetail serves {self._source}{engine.ranks} at {self._url}", flush=True)
         elif self._state is State.DRAINING and (late or not self._front_ends):
             self._state, self._deadline = State.STOPPING, self._clock.now + ENGINE_STOPS_S
             engine.channel.send(stop=True)

@@ -1,7 +1,9 @@
-"""Attention backend: owns the paged KV cache of each layer, writes to it and attends over it.
+"""Attention backend: writes to the paged KV cache of each layer and attends over it.
 
-The runner calls `plan` once a step; each layer of a model, bound to the backend when the model is built, then calls `write` and `attend`. One
-ragged batch may mix prefills, chunks of prefills and decodes: row i has query tokens [query_starts[i], query_starts[i + 1]).
+The executor owns the memory of the caches; each layer is bound to its part of it (`LayerCache`), and decides how a page of it is laid out. Layers of
+one cache group share block tables and slots (see `dovetail.api.kv_cache`). The runner calls `plan` once a step; each layer of a model, bound to the
+backend when the model is built, then calls `write` and `attend`. One ragged batch may mix prefills, chunks of prefills and decodes: row i has query
+tokens [query_starts[i], query_starts[i + 1]).
 
 The cache may have a smaller dtype than q, k and v. A layer then divides K and V by its `kv_scales`, rounds to the nearest value of that dtype
 (ties to even), and saturates at its largest finite value; attention reads the stored values times the scales.
@@ -45,6 +47,7 @@ class AttentionCapabilities:
     sinks: bool = False  # `LayerSpec.sinks`
     softcap: bool = False  # `LayerSpec.softcap`
     v_in_k: bool = False  # `LayerSpec.v_in_k`; `head_sizes` doesn't apply to such layers
+    groups: bool = False  # several cache groups, blocks of several pages, and block sizes that differ between groups
 
     def supports_block_size(self, block_size: int) -> bool:
         if self.block_sizes is not None and block_size not in self.block_sizes:
@@ -72,6 +75,7 @@ class LayerSpec:
     softcap: float | None = None  # a scaled score s becomes softcap * tanh(s / softcap) before the softmax; a sink stays as it is
     v_in_k: bool = False  # V is the first `v_head_size` numbers of K, and K alone is stored (latent attention)
     v_head_size: int | None = None  # of V and of what `attend` returns, with `v_in_k`; None: head_size
+    shares: int | None = None  # `index` of an earlier layer whose cache it reads: it has none of its own, and `write` isn't called
 
     @property
     def out_size(self) -> int:
@@ -85,7 +89,7 @@ class AttentionContext:
 
     device: str  # "cpu", "cuda:0"
     dtype: str  # of q, k, v, and of the cache if `cache_dtype` is None: "float32", …
-    block_size: int  # tokens
+    block_size: int  # tokens of the smallest block; a layer's own is `LayerCache.block_size`
     cache_dtype: str | None = None  # of the KV cache; None: `dtype`: "float8_e4m3fn"
 
 
@@ -101,23 +105,38 @@ class KVScales:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCache:
+    """A layer's part of the pool: where its blocks lie, and which of a step's block tables leads to them.
+
+    `memory`: one tensor for each of `AttentionBackend.tensor_bytes`, contiguous uint8 [num_pages + 1, its size or more] on the device, zeroed at
+    first. Row i is what page i holds of it. The last page is waste: padding tokens are written to it, and it is never read. Other layers may use the
+    same tensors for other pages, each with its own layout of a page.
+    """
+
+    memory: tuple[torch.Tensor, ...]
+    block_size: int  # tokens
+    group: int = 0  # index in `AttentionBatch.block_tables` and `slots`
+    page: int = 0  # which page of a block is this layer's: index in these tensors' first dimension
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Attention inputs of one step. Tensors are on the device; numpy arrays are host copies of the same values. A backend only reads them; they
     don't change until the next `plan`.
 
-    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: the backend may compute them, but they must not change any block.
-    The slot of a padding token is -1.
+    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: the backend may compute them, but they must not change any page but the
+    waste page, in which the slot of a padding token lies.
     """
 
     num_rows: int
     num_tokens: int
     query_starts: torch.Tensor  # [rows + 1] int32
     kv_lens: torch.Tensor  # [rows] int32: tokens in a row's cache, including this step's
-    block_table: torch.Tensor  # [rows, max_blocks] int32; entries past a row's blocks are undefined
-    slots: torch.Tensor  # [tokens] int64: block id * block_size + offset; where each token's K and V are stored
+    block_tables: tuple[torch.Tensor, ...]  # per group: [pages_per_block, rows, max_blocks] int32; entries that no query sees are any pages
+    slots: tuple[torch.Tensor, ...]  # per group: [pages_per_block, tokens] int64: page * block_size + offset; where each token's K and V are stored
     host_query_lens: np.ndarray  # [num_rows] int32
     host_kv_lens: np.ndarray  # [num_rows] int32
-    shared_prefix_blocks: int = 0  # number of leading blocks that all rows share
+    shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group; it concerns layers without a window
     mixed_graph: bool = False  # `attend` is captured or replayed for any distribution of rows over the padded tokens; only with cuda_graph="mixed"
 
 
@@ -125,12 +144,12 @@ class AttentionBatch:
 class FusedCache:
     """A layer's cache, exposed to a kernel that computes K and V and stores them itself.
 
-    Token i's K goes to `k[slots[i] // block_size, slots[i] % block_size]`, its V likewise; at slot -1 nothing is written. The kernel may run later
+    Token i's K goes to `k[slots[i] // block_size, slots[i] % block_size]`, its V likewise. The kernel may run later
     and repeatedly (in a CUDA graph): the tensors must keep their addresses, and `slots` must hold the slots of the most recently planned step. With
     `scales` the kernel divides, rounds and saturates as `write` does.
     """
 
-    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], any strides, but the last one is 1
+    k: torch.Tensor  # [num_pages + 1, block_size, kv_heads, head_size], any strides, but the last one is 1
     v: torch.Tensor  # like k
     slots: torch.Tensor  # [tokens or more] int64
     scales: KVScales | None = None  # if the cache has a smaller dtype
@@ -143,6 +162,7 @@ class AttentionLayer(ABC):
     """
 
     spec: LayerSpec
+    cache: LayerCache | None = None  # set by `bind`
     kv_scales: KVScales | None = None  # set by the executor right after `make_layer`, if the cache has a smaller dtype
     sinks: torch.Tensor | None = None  # set by `bind_sinks`
 
@@ -153,6 +173,10 @@ class AttentionLayer(ABC):
             expected = f"{self.spec.heads} sinks, one a head" if self.spec.sinks else "none: its LayerSpec has no sinks"
             raise DovetailError(f"attention layer {self.spec.index}: bind_sinks() got a tensor of shape {list(sinks.shape)}, expected {expected}")
         self.sinks = sinks
+
+    @abstractmethod
+    def bind(self, cache: LayerCache) -> None:
+        """Keep `cache`, in place of an earlier one, and make views of its memory. A layer with `LayerSpec.shares` gets that layer's cache."""
 
     @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
@@ -171,7 +195,8 @@ class AttentionLayer(ABC):
 
 
 class AttentionBackend(ABC):
-    """An attention backend. Its executor calls `make_layer` while the model is built, then `allocate`, `prepare`, and `plan` in each step."""
+    """An attention backend. Its executor calls `make_layer` while the model is built, then `bind` of each layer, `prepare`, and `plan` in
+    each step."""
 
     capabilities = AttentionCapabilities()
     options: BaseModel
@@ -203,6 +228,8 @@ class AttentionBackend(ABC):
             reasons.append("attention sinks aren't supported")
         if not caps.softcap and any(layer.softcap is not None for layer in layers):
             reasons.append("a softcap of attention scores isn't supported")
+        if not caps.groups and len({layer.window for layer in layers}) > 1:
+            reasons.append("layers with different windows (several cache groups) aren't supported")
         if not caps.v_in_k and any(layer.v_in_k for layer in layers):
             reasons.append("latent attention (v_in_k) isn't supported")
         if any(layer.v_head_size not in (None, layer.head_size) and not layer.v_in_k for layer in layers):
@@ -214,22 +241,14 @@ class AttentionBackend(ABC):
         """Return a layer bound to this backend."""
 
     @abstractmethod
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        """Return the size of one block in the layer's cache, in bytes, K and V together."""
-
-    @abstractmethod
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the caches of all layers, with `num_blocks` blocks each; earlier caches are dropped."""
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        """Return the size in bytes of one block of `block_size` tokens in each tensor of the layer's cache: (K, V), or (K,) if V is in it."""
 
     @abstractmethod
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         """Allocate all buffers, for steps of at most `max_rows` rows and `max_tokens` tokens, and sequences of at most `max_len` tokens (not
-        necessarily a multiple of the block size)."""
+        necessarily a multiple of the block size). All layers are bound; if they are bound again, it is called again."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Fill the buffers; called once a step, before the model runs. On a GPU it must not allocate, synchronize or move a buffer."""
-
-    @abstractmethod
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy K and V of blocks `src` [n] int64 to blocks `dst` [n] int64 in every layer; equivalent to copying one block after the other."""

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
-from dovetail.api.kv_cache import BlockCopy, KVLayout
+from dovetail.api.kv_cache import KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import PluginError, UnsupportedError
 from dovetail.targets import import_target, make_component
@@ -117,7 +117,7 @@ class ExecutorCapabilities:
 class Capacity:
     """Limits of a started executor and its model."""
 
-    num_blocks: int
+    num_pages: int
     max_in_flight: int  # steps that may be submitted but not yet collected, at least 1
     layout: KVLayout
     vocab_size: int
@@ -138,26 +138,25 @@ class NewRow:
     token_ids: Int32  # [known tokens] prompt and generated tokens
     prompt_len: int
     computed: int  # leading tokens whose K and V are in its blocks already
-    blocks: Int32  # [blocks] its block table
+    pages: tuple[Int32, ...]  # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and never read
     sampling: RowSampling
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, carried out in this order: release the rows in `removed`, start those in `added`, append `new_blocks` to the block tables, run
+    """One step, carried out in this order: release the rows in `removed`, start those in `added`, append `new_pages` to the block tables, run
     `copies`, then compute the next `num_tokens` tokens of each of `rows`. A row with `yields_token` then yields one token, which becomes its next
     known token. Executors only read a batch; its arrays don't change until its results are collected, and may be reused afterwards."""
 
     step: int
     removed: Int32  # [any] rows
     added: tuple[NewRow, ...]
-    new_block_rows: Int32  # [any] the row that gets each of `new_blocks`, in order
-    new_blocks: Int32  # [any] block ids
-    copies: tuple[BlockCopy, ...]
+    new_pages: Int32  # [any, 3] (group, row, page), in the order in which a table of a row grows
+    copies: tuple[PageCopy, ...]
     rows: Int32  # [b] distinct rows
     num_tokens: Int32  # [b] >= 1
     yields_token: NDArray[np.bool_]  # [b]
-    shared_prefix_blocks: int = 0  # number of leading blocks that all rows share
+    shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group, whose attention is full
     late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
 
 

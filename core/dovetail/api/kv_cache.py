@@ -1,15 +1,18 @@
-"""KV-cache manager: decides which request owns each block of the paged KV cache, and which blocks can be shared.
+"""KV-cache manager: decides which request owns each page of the KV cache, and which blocks can be shared.
 
-The engine's step calls it; it never touches the K and V tensors. A block id refers to the same block in the cache of every layer, so a request
-has one block table for all layers. This module doesn't need torch.
+The engine's step calls it; it never touches the K and V tensors. Layers that keep the same tokens form a *cache group*: all layers with full
+attention are one, all layers with the same sliding window another. A request has one block table for each group. The blocks of all groups come from
+one pool of equal pages; a block of a group is `pages_per_block` of them, neighbours or not. This module doesn't need torch.
 
-      token positions    0 ... 15 | 16 ... 31 | 32 ... 40 |           (block_size 16, 41 tokens)
-      block table        [   7    ,     3     ,    12     ]           allocate() only ever appends to it
-                           full, cached, shared   partial, own
+      token positions         0 ... 15 | 16 ... 31 | 32 ... 47 | 48 ... 56        (blocks of 16 tokens, 57 tokens)
+      full                  [    7     ,     3     ,    12     ,    5     ]        allocate() only ever appends to it
+      window of 20, two     [  -   -   ,   -   -   ,   9   1   ,  14  20  ]        blocks that no query will see again are released: "-"
+        pages a block
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,31 +23,77 @@ from dovetail.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class KVGroup:
-    """Layers that keep K and V of the same tokens. `window`: sliding window in tokens; None: unlimited."""
+class CacheGroup:
+    """Layers that keep K and V of the same tokens.
+
+    `window`: tokens that a query sees, itself included; None: all of them. `block_tokens`: tokens of a block; groups may differ in it.
+    """
 
     layers: tuple[int, ...]
-    window: int | None
-    bytes_per_block: int
+    block_tokens: int
+    window: int | None = None
+    pages_per_block: int = 1
+
+    @property
+    def name(self) -> str:
+        """Short name, unique in a layout: "full", or "window 1024"."""
+        return "full" if self.window is None else f"window {self.window}"
+
+    def blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks in a table of `num_tokens` tokens."""
+        return -(-num_tokens // self.block_tokens)
+
+    def first_visible_block(self, computed: int) -> int:
+        """Return the index of the first block that queries after the first `computed` tokens see; earlier ones can be released."""
+        return 0 if self.window is None else max(0, computed - self.window + 1) // self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the block pool."""
+    """Shape of the page pool. Groups are ordered by window, the full one first if there is one."""
 
-    groups: tuple[KVGroup, ...]
-    block_size: int  # tokens, at least 1
+    groups: tuple[CacheGroup, ...]
+    page_bytes: int  # of a page, in the caches of all layers that use it
     dtype: str  # "float32", "bfloat16", …
 
     @property
-    def bytes_per_block(self) -> int:
-        return sum(group.bytes_per_block for group in self.groups)
+    def block_size(self) -> int:
+        """Tokens of the smallest block."""
+        return min((group.block_tokens for group in self.groups), default=1)
 
     @property
-    def window(self) -> int | None:
-        """The largest window of any layer, in tokens; None if a layer has none, so that no block can be trimmed."""
-        windows = [group.window for group in self.groups]
-        return None if not windows or None in windows else max(w for w in windows if w is not None)
+    def hit_tokens(self) -> int:
+        """The smallest number of tokens that is a whole number of blocks in every group; prefixes are found in multiples of it."""
+        return math.lcm(*(group.block_tokens for group in self.groups))
+
+    @property
+    def has_windows(self) -> bool:
+        """True if blocks of some group leave a sliding window, so that `trim` can release them."""
+        return any(group.window is not None for group in self.groups)
+
+    def capacity(self, num_tokens: int) -> int:
+        """Return how many tokens fit into the blocks that `allocate(request, num_tokens)` has provided."""
+        return min((group.blocks(num_tokens) * group.block_tokens for group in self.groups), default=num_tokens)
+
+    def pages(self, num_tokens: int) -> int:
+        """Return the number of pages of a request with `num_tokens` tokens that has released nothing."""
+        return sum(group.blocks(num_tokens) * group.pages_per_block for group in self.groups)
+
+    def visible_pages(self, num_tokens: int) -> int:
+        """Return the number of pages of a request with `num_tokens` tokens, the last of them about to be computed, that has released all blocks
+        which no query sees any more."""
+        computed = max(0, num_tokens - 1)
+        return sum((group.blocks(num_tokens) - group.first_visible_block(computed)) * group.pages_per_block for group in self.groups)
+
+    def most_pages(self, num_tokens: int, chunk: int) -> int:
+        """Return the most pages that a request of `num_tokens` tokens holds at a time if it computes at most `chunk` of them in a step."""
+        total = 0
+        for group in self.groups:
+            blocks = group.blocks(num_tokens)
+            if group.window is not None:
+                blocks = min(blocks, group.blocks(group.window - 1 + chunk) + 1)
+            total += blocks * group.pages_per_block
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +101,57 @@ class KVContext:
     """Constants passed to a manager's constructor."""
 
     layout: KVLayout
-    num_blocks: int
+    num_pages: int
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KVCapabilities:
     """Features that a manager supports. `reuse`: `lookup` may find tokens that another request computed. `fork`: samples share a prompt's blocks.
-    `trim`: it frees blocks that have left the sliding window."""
+    `trim`: it releases blocks that have left the sliding window. `groups`: it serves layouts of several groups, or of blocks of several pages;
+    otherwise such a model is refused at load."""
 
     reuse: bool = True
     fork: bool = True
     trim: bool = True
+    groups: bool = False
+
+
+Pages = tuple[int, ...]  # page ids, block after block: `pages_per_block` of each
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Result of `allocate`. `blocks` are appended to the request's block table; in the first call, the blocks of the `cached` tokens come first."""
+    """Result of `allocate`. `pages`, one entry per group, are appended to the request's block tables; in the first call, those of the `cached`
+    tokens come first. For a block that the request doesn't hold, since no query will see it, the entry holds `HOLE` for each page."""
 
-    blocks: tuple[int, ...]
+    pages: tuple[Pages, ...]
     cached: int = 0  # leading tokens whose K and V exist already; 0 except in the first call for a request
 
 
+HOLE = -1  # in place of a page that isn't held, since it lies before every query's window
+
+
 @dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy of the K and V of block `src` to block `dst`, in every layer, to be run before the next batch."""
+class PageCopy:
+    """Copy of page `src` to page `dst`, in every layer, to be run before the next batch."""
 
     src: int
     dst: int
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCounts:
-    """Number of blocks in each state; they always add up: free + held + cached = all."""
+class PageCounts:
+    """Number of pages in each state; they always add up: free + held + cached = all."""
 
     free: int  # in no table, without K and V that a lookup may find
     held: int  # in some request's block table
     cached: int  # in no table, with K and V that a lookup may find: taken when free ones run out
+    held_by_group: tuple[int, ...] = ()  # `held` by group; empty: not told apart
 
 
 class KVCacheManager(ABC):
-    """Owner of the block pool. One thread at a time calls it. Misuse (an unknown request, fewer tokens than before) raises `DovetailError`.
+    """Owner of the page pool. One thread at a time calls it. Misuse (an unknown request, fewer tokens than before) raises `DovetailError`.
     Requests are only read; a manager may keep them, and values by their ids, until `free`; after that an id may be reused. What it returns belongs
     to the caller: it doesn't change afterwards.
 
@@ -107,20 +166,26 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def lookup(self, request: Request) -> int:
-        """Return the number of leading tokens of `request` that have their K and V in the pool: a multiple of the block size, fewer than its known
-        tokens (at least one is computed), and 0 if the request asks for prompt logprobs. Blocks are shared only between equal
+        """Return the number of leading tokens of `request` whose K and V the pool holds, as far as later tokens will see them: a multiple of every
+        group's block, such that a full group has all blocks before it and a group with a window those that hold any of the last `window` - 1 tokens.
+        Fewer than the request's known tokens (at least one is computed), and 0 if it asks for prompt logprobs. Blocks are shared only between equal
         `request.cache_keys`. Changes nothing."""
 
     @abstractmethod
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        """Return the net number of available blocks that freeing the requests `without` and then `allocate(request, num_tokens)` would take: negative
-        if freeing gives back more than allocating takes. It fits if this is at most `available_blocks`. Available are empty blocks and cached ones
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        """Return the net number of available pages that freeing the requests `without` and then `allocate(request, num_tokens)` would take: negative
+        if freeing gives back more than allocating takes. It fits if this is at most `available_pages`. Available are free pages and cached ones
         that no request holds; a prefix hit on the latter counts. Changes nothing."""
 
     @abstractmethod
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
-        """Extend the request's table to exactly as many blocks as `num_tokens` tokens in total need; `num_tokens` never shrinks. The first call for a
-        request also acquires the prefix that `lookup` finds. Returns None, with nothing changed, if there are too few blocks."""
+        """Extend the request's tables to exactly as many blocks as `num_tokens` tokens in total need; `num_tokens` never shrinks. The first call for
+        a request also acquires the prefix that `lookup` finds. Returns None, with nothing changed, if there are too few pages."""
+
+    @abstractmethod
+    def tables(self, request: Request) -> tuple[Pages, ...]:
+        """Return the block tables of `request`, one per group: what `allocate` and `fork` have returned, appended, of which some blocks may have been
+        released since. O(blocks)."""
 
     @abstractmethod
     def commit(self, request: Request, upto: int) -> None:
@@ -138,12 +203,12 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
-        """Give `child`, which holds no blocks, the K and V of the first `num_tokens` tokens of `parent`, which holds them: full blocks are
-        shared, a partial one is copied (see `take_copies`). Returns the child's table, with `cached` = num_tokens; None, with nothing changed,
-        if there is no block for the copy."""
+        """Give `child`, which holds no blocks, the K and V of the first `num_tokens` tokens of `parent`, which holds them as far as later tokens see
+        them: full blocks are shared, a partial one is copied (see `take_copies`). Returns the child's tables, with `cached` = num_tokens; None, with
+        nothing changed, if there are no pages for the copies."""
 
     @abstractmethod
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         """Return the copies that forks requested since the last call, in order; the next batch runs them first."""
 
     @abstractmethod
@@ -153,26 +218,27 @@ class KVCacheManager(ABC):
         too."""
 
     @abstractmethod
-    def trim(self, request: Request, first_needed_token: int) -> None:
-        """Release the blocks that contain only tokens before `first_needed_token`, which no layer will read again. The table keeps its length. Called
-        if the layout has a window, also on managers without the capability `trim`, which release nothing."""
+    def trim(self, request: Request, computed: int) -> None:
+        """Release, in each group with a window, the blocks that queries after the first `computed` tokens won't see
+        (`CacheGroup.first_visible_block`). Tables keep their length. Called if the layout has windows, also on managers without the capability
+        `trim`, which release nothing."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop all K and V, because the weights have changed: cached blocks become free, and `lookup` finds neither the blocks held now nor those
+        """Drop all K and V, because the weights have changed: cached pages become free, and `lookup` finds neither the blocks held now nor those
         that their holders commit later on top of them."""
 
     @property
     @abstractmethod
-    def counts(self) -> BlockCounts:
-        """Return the number of blocks in each state. O(1)."""
+    def counts(self) -> PageCounts:
+        """Return the number of pages in each state. O(1)."""
 
     @abstractmethod
     def check_integrity(self) -> None:
         """Raise `DovetailError` that names the fault if the manager's state is inconsistent. For tests; may be slow."""
 
     @property
-    def available_blocks(self) -> int:
-        """Number of blocks that an allocation can take: free and cached."""
+    def available_pages(self) -> int:
+        """Number of pages that an allocation can take: free and cached."""
         counts = self.counts
         return counts.free + counts.cached

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from dovetail.api.kv_cache import BlockCounts
+from dovetail.api.kv_cache import CacheGroup, PageCounts
 from dovetail.request import FinishReason, Request
 
 
@@ -22,10 +22,11 @@ class EngineStarted:
     scheduler: str  # qualified name, as in the next fields
     kv_cache: str
     executor: str
-    num_blocks: int
-    block_size: int
+    num_blocks: int  # pages of the KV pool
+    block_size: int  # tokens of the smallest block
     max_in_flight: int
     details: Mapping[str, str]
+    cache_groups: tuple[CacheGroup, ...] = ()  # of the KV pool, in the order of `PageCounts.held_by_group`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class StepFinished:
     running: int
     preempted: int  # requests preempted while it was planned
     recomputed_tokens: int  # prefill tokens that had been computed before a preemption
-    blocks: BlockCounts
+    blocks: PageCounts
     core_s: float  # wall time spent by the core: planning, batch, results
     decisions: tuple[Decision, ...] = ()  # empty unless an observer had requested them when the step was planned
 

@@ -40,7 +40,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from `free_blocks`, tokens cached now."""
+    """Cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from `free_blocks`, tokens cached now. Blocks are the pool's
+    pages: the next token may need several, one or more for each group of layers with the same sliding window (`dovetail.api.kv_cache`)."""
 
     tokens: int
     blocks: int
@@ -99,8 +100,8 @@ class SchedulerContext:
 
     max_tokens: int  # token budget of a step
     max_seqs: int
-    total_blocks: int
-    block_size: int  # tokens
+    total_blocks: int  # pages of the pool; how many a request takes: `Step.blocks_at`
+    block_size: int  # tokens of the smallest block
     seed: int
 
 
@@ -130,7 +131,7 @@ class Step(Protocol):
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that grants can still take: empty ones, and cached ones that no request holds."""
+        """Number of blocks (pages) that grants can still take: empty ones, and cached ones that no request holds."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -162,6 +163,10 @@ class Step(Protocol):
 
     def cost(self, request: Request) -> Cost:
         """Return the cost of granting the request. Changes nothing; O(cached blocks). Any grant may change the cost of other requests."""
+
+    def blocks_at(self, request: Request, tokens: int) -> int:
+        """Return how many of the pool's blocks (pages) `request` will hold once it has `tokens` tokens and decodes: those that have left a sliding
+        window are released by then. Blocks that it shares with others count in full. Raises `PolicyError` if `tokens` is negative."""
 
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
         """Estimate the device time of such a step from the core's running fit to finished steps (also in simulation); 0.0 before the first.

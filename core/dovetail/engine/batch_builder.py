@@ -5,29 +5,32 @@ from __future__ import annotations
 import numpy as np
 
 from dovetail.api.executor import Batch, NewRow
-from dovetail.api.kv_cache import KVCacheManager
+from dovetail.api.kv_cache import KVCacheManager, KVLayout, Pages
 from dovetail.engine.books import RowAllocator
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.step import PlannedStep
 
 NONE = np.zeros(0, np.int32)
-NONE.flags.writeable = False
+NO_PAGES = np.zeros((0, 3), np.int32)
+NONE.flags.writeable = NO_PAGES.flags.writeable = False
 
 
 class BatchBuilder:
     """Builds the batches of one engine; each holds only the changes since the one before."""
 
-    def __init__(self, kv: KVCacheManager, rows: RowAllocator, may_share: bool) -> None:
+    def __init__(self, kv: KVCacheManager, rows: RowAllocator, layout: KVLayout, may_share: bool) -> None:
         """`may_share`: the executor can use the number of leading blocks that all requests of a step share."""
-        self._kv, self._rows, self._may_share = kv, rows, may_share
+        self._kv, self._rows = kv, rows
+        self._may_share = may_share and bool(layout.groups) and layout.groups[0].window is None
+        self._pages_per_block = layout.groups[0].pages_per_block if layout.groups else 1
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
 
     def build(self, step: PlannedStep, *, constrained: bool) -> tuple[Batch, InFlightStep]:
         """Return the batch of a step, and its record until the result is in. Requests without a row get one. `constrained`: some unfinished requests
         have a grammar."""
         requests, tokens = list(step.granted), list(step.granted.values())
-        appended = [(r.row, block) for r, blocks in step.appended if r.row >= 0 for block in blocks]
+        appended = [(group, r.row, page) for r, tables in step.appended if r.row >= 0 for group, pages in enumerate(tables) for page in pages]
         newcomers = [r for r in requests if r.row < 0]
         for request in newcomers:
             self._rows.assign(request)
@@ -36,9 +39,8 @@ class BatchBuilder:
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
-            added=tuple(_new_row(r, step.granted[r]) for r in newcomers),
-            new_block_rows=np.array([row for row, _ in appended], np.int32) if appended else NONE,
-            new_blocks=np.array([block for _, block in appended], np.int32) if appended else NONE,
+            added=tuple(_new_row(r, step.granted[r], self._kv.tables(r)) for r in newcomers),
+            new_pages=np.array(appended, np.int32) if appended else NO_PAGES,
             copies=tuple(self._kv.take_copies()),
             rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
@@ -73,12 +75,12 @@ class BatchBuilder:
         if not self._may_share or len(requests) < 2:
             return 0
         if new or requests != self._sharing[0]:
-            self._sharing = requests, _common_blocks([r.blocks for r in requests])
+            self._sharing = requests, _common_pages([self._kv.tables(r)[0] for r in requests]) // self._pages_per_block
         return self._sharing[1]
 
 
-def _common_blocks(tables: list[list[int]]) -> int:
-    """Return how many leading blocks all tables have in common."""
+def _common_pages(tables: list[Pages]) -> int:
+    """Return how many leading pages all tables have in common."""
     common = tables[0]
     for table in tables[1:]:
         if table[: len(common)] != common:
@@ -88,7 +90,7 @@ def _common_blocks(tables: list[list[int]]) -> int:
     return len(common)
 
 
-def _new_row(request: LiveRequest, granted: int) -> NewRow:
+def _new_row(request: LiveRequest, granted: int, tables: tuple[Pages, ...]) -> NewRow:
     known = np.concatenate((request.prompt_array, request.output_token_ids)) if request.output_token_ids else request.prompt_array
     return NewRow(
         row=request.row,
@@ -96,6 +98,6 @@ def _new_row(request: LiveRequest, granted: int) -> NewRow:
         token_ids=known.astype(np.int32),
         prompt_len=request.prompt_tokens,
         computed=request.num_computed - granted,
-        blocks=np.array(request.blocks, np.int32),
+        pages=tuple(np.array(pages, np.int32) for pages in tables),
         sampling=request.sampling,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
-from dovetail.api.kv_cache import KVCacheManager
+from dovetail.api.kv_cache import KVCacheManager, KVLayout
 from dovetail.engine.finish import Gate
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import has_fresh, is_awaited
@@ -16,10 +16,12 @@ from dovetail.engine.step_times import StepTimeFit
 class Books:
     """The queues, rows and blocks of all requests, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers)."""
 
-    def __init__(self, kv: KVCacheManager, block_size: int, window: int | None, max_seqs: int, policy_name: str) -> None:
+    def __init__(self, kv: KVCacheManager, layout: KVLayout, num_pages: int, max_seqs: int, policy_name: str) -> None:
         self.kv = kv
-        self.block_size = block_size
-        self.window = window
+        self.layout = layout
+        self.num_pages = num_pages
+        self.block_size = layout.block_size  # tokens of the smallest block
+        self._has_windows = layout.has_windows
         self.policy_name = policy_name
         self.waiting = RequestQueue()
         self.running = RequestQueue()
@@ -54,19 +56,23 @@ class Books:
         self.waiting.add(request)
 
     def submitted(self, granted: Iterable[LiveRequest]) -> None:
-        """Count the tokens of `granted` requests as computed, now that their step is submitted; gates may open."""
+        """Count the tokens of `granted` requests as computed, now that their step is submitted: blocks that have left a window are released, and
+        gates may open."""
         for request in granted:
             request.granted = 0
+        if self._has_windows:
+            for request in granted:
+                if request.num_computed >= request.next_trim:
+                    self._trim(request)
         self.open_gates()
 
-    def extend(self, request: LiveRequest, blocks: tuple[int, ...]) -> None:
-        """Append `blocks`, which the manager has given to `request`, to its block table."""
-        request.blocks.extend(blocks)
-        request.capacity = len(request.blocks) * self.block_size
+    def extend(self, request: LiveRequest, num_tokens: int) -> None:
+        """Note that the manager has given `request` the blocks for `num_tokens` tokens."""
+        request.capacity = self.layout.capacity(num_tokens)
 
     def commit(self, request: LiveRequest) -> None:
         """Commit the full blocks of its known, planned tokens; if it is preempted, only note the number of its known tokens."""
-        if not request.blocks:
+        if not request.capacity:
             request.prefill_end = request.num_tokens
             return
         upto = min(request.num_computed, request.prompt_tokens + len(request.output_token_ids))
@@ -74,27 +80,25 @@ class Books:
             self.kv.commit(request, upto)
             request.next_commit = (upto // self.block_size + 1) * self.block_size
 
-    def trim(self, request: LiveRequest) -> None:
-        """Release the blocks before every attention window, unless a sample of the same prompt will need them."""
-        if self.window is None or request.num_computed < self.window:
-            return
-        needed, siblings = request.num_computed - self.window + 1, request.siblings
-        if siblings and needed > request.prompt_tokens - self.window:
-            if has_fresh(siblings):
-                needed = max(0, request.prompt_tokens - self.window)
+    def _trim(self, request: LiveRequest) -> None:
+        """Release the blocks that have left their group's window, unless a sample of the same prompt will need them. Later batches may use them."""
+        computed = request.num_computed
+        request.next_trim = (computed // self.block_size + 1) * self.block_size
+        if request.siblings and computed >= request.prompt_tokens:
+            if has_fresh(request.siblings):
+                computed = request.prompt_tokens - 1  # a fork computes the prompt's last token
             else:
                 request.trimmed = True
-        self.kv.trim(request, needed)
+        self.kv.trim(request, computed)
 
     def drop_blocks(self, request: LiveRequest) -> None:
         """Release its blocks and its row."""
         request.trimmed = False
         self.rows.release(request)
         self.kv.free(request)
-        request.blocks = []
         request.capacity = 0
         request.num_computed = 0
-        request.next_commit = 0
+        request.next_commit = request.next_trim = 0
 
     def requeue(self, request: LiveRequest) -> None:
         """Put a preempted request back into the waiting queue, without blocks; its tokens will be prefilled again."""

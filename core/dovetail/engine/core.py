@@ -77,7 +77,7 @@ class EngineCore:
     ) -> None:
         self.kv, self.executor, self.clock, self.settings = kv, executor, clock, settings
         self.observers = observers or ObserverHub([])
-        self.books = Books(kv, capacity.layout.block_size, capacity.layout.window, settings.max_num_seqs, settings.scheduler_name)
+        self.books = Books(kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, settings.scheduler_name)
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
         self.plan_timing = PlanTiming(clock)
         self.stats = EngineStats()
@@ -93,7 +93,7 @@ class EngineCore:
         self._index = 0
         self._finished: dict[LiveRequest, Finish] = {}  # not by a step's results: rejected, failed
         self._take_scheduler(scheduler)
-        self._batches = BatchBuilder(kv, self.books.rows, capacity.shared_prefix)
+        self._batches = BatchBuilder(kv, self.books.rows, capacity.layout, capacity.shared_prefix)
         self._vocab_size = capacity.vocab_size
         self._storm = StormWatch(settings.scheduler_name)
 
@@ -225,13 +225,15 @@ class EngineCore:
     def _stalled(self, what: str) -> SchedulerStalled:
         return SchedulerStalled(
             f"scheduler {self.settings.scheduler_name} {what}, and nothing is in flight: {len(self._requests)} unfinished requests would wait "
-            f"for ever ({len(self.books.waiting)} waiting, {len(self.books.running)} running, {self.kv.available_blocks} blocks available)"
+            f"for ever ({len(self.books.waiting)} waiting, {len(self.books.running)} running, {self.kv.available_pages} pages available)"
         )
 
     def _end_for_lack_of_memory(self) -> bool:
-        """Finish the only running request at its present length if it fills the pool and can't grow. Returns True if there is one."""
+        """Finish the only running request at its present length if it needs more pages to grow than are available. Returns True if there is one."""
         running = self.books.running.as_tuple()
-        if len(running) != 1 or self.kv.available_blocks or not running[0].generated or running[0].num_tokens <= running[0].capacity:
+        if len(running) != 1 or not running[0].generated or running[0].num_tokens <= running[0].capacity:
+            return False
+        if self.kv.pages_needed(running[0], running[0].num_tokens) <= self.kv.available_pages:
             return False
         self._finish(running[0], Finish("length", "kv_capacity"), deliver=True)
         return True
@@ -419,7 +421,7 @@ class EngineCore:
         if self._watches_steps:
             self._ask("on_step", StepDone(flight.index, result.started, result.ended, flight.ran(delivery.requests)))
         for request, finish in delivery.finished.items():
-            if finish.reason == "error" and request.blocks:
+            if finish.reason == "error" and request.capacity:
                 self.kv.uncommit(request, 0)
             self._finish(request, finish, settling=True)
         core_s = flight.core_s + time.perf_counter() - begun
@@ -453,7 +455,7 @@ class EngineCore:
         """Remove a finished request from the books; notify the policy and the observers, if they know of its arrival. `settling`: it ends by the
         results of a step that observers haven't been told of."""
         arrived, known = request.status is not Status.NEW, request in self.books.known
-        if request.blocks and finish.reason != "error":
+        if request.capacity and finish.reason != "error":
             self.books.commit(request)  # its output may be part of the next turn's prompt
         self._preparing.pop(request, None)
         self.books.remove(request, sound=finish.reason != "error")

@@ -32,13 +32,9 @@ class Status(Enum):
 
 
 class LiveRequest(Request):
-    """A request in the engine.
-
-    The block table is kept here and, as an array on the device, in the executor's rows: neither planning nor the device waits for the other's.
-    """
+    """A request in the engine. Its block tables are the KV-cache manager's; the executor keeps a copy in its rows."""
 
     __slots__ = (
-        "blocks",
         "cached_tokens",
         "capacity",
         "constraint",
@@ -52,6 +48,7 @@ class LiveRequest(Request):
         "last_token_time",
         "lost",
         "next_commit",
+        "next_trim",
         "num_computed",
         "order",
         "output_token_ids",
@@ -99,9 +96,9 @@ class LiveRequest(Request):
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
         self.last_computed = self.prompt_tokens + max_tokens - 1  # computing this many samples the last allowed token
         self.in_flight = 0  # planned sampled tokens whose ids haven't arrived
-        self.blocks: list[int] = []  # its block table
-        self.capacity = 0  # tokens that its blocks can hold
+        self.capacity = 0  # tokens that its blocks can hold; 0: it holds none
         self.next_commit = 0  # at this many tokens another block is full
+        self.next_trim = 0  # at this many computed tokens another block may have left a window
         self.row = -1  # in the executor; -1: none
         self.granted = 0  # tokens granted in the step being planned
         self.yields_token = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes

@@ -50,4 +50,4 @@ def is_awaited(finished: LiveRequest) -> bool:
 
 
 def _holds_prompt(sample: LiveRequest) -> bool:
-    return bool(sample.blocks) and sample.num_computed - sample.granted >= sample.prompt_tokens - 1 and not sample.trimmed
+    return sample.capacity > 0 and sample.num_computed - sample.granted >= sample.prompt_tokens - 1 and not sample.trimmed

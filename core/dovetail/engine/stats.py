@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dovetail.api.kv_cache import BlockCounts
+from dovetail.api.kv_cache import PageCounts
 from dovetail.api.observer import EngineStarted, EngineStopped, Observer
 from dovetail.errors import ConfigError
 
@@ -34,7 +34,7 @@ class EngineStats:
     recomputed_tokens: int = 0
     device_s: float = 0.0
     core_s: float = 0.0  # wall time of the core itself: planning, batches, results
-    blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0, 0, 0))
+    blocks: PageCounts = field(default_factory=lambda: PageCounts(0, 0, 0))
 
 
 class StormWatch:

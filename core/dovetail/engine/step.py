@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import cast
 
+from dovetail.api.kv_cache import HOLE, Pages
 from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Cost, Fit, Grant, Refusal
 from dovetail.engine.books import Books
@@ -56,7 +57,7 @@ class PlannedStep:
         self._most_prompt_tokens: int | None = None  # in this step, by the pace; None: nobody has asked for a prompt
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
-        self.appended: list[tuple[LiveRequest, tuple[int, ...]]] = []  # blocks given to requests that ran before
+        self.appended: list[tuple[LiveRequest, tuple[Pages, ...]]] = []  # pages by group, given to requests that ran before
         self.preempted: list[LiveRequest] = []
         self.rejected: dict[LiveRequest, str] = {}
         self.wake_time = math.inf
@@ -82,7 +83,7 @@ class PlannedStep:
     @property
     def free_blocks(self) -> int:
         self._check_open()
-        return self._kv.available_blocks
+        return self._kv.available_pages
 
     @property
     def waiting(self) -> tuple[LiveRequest, ...]:
@@ -117,22 +118,27 @@ class PlannedStep:
         one, other = self._check_known(one), self._check_known(other)
         if one.cache_keys != other.cache_keys or not self._kv.capabilities.reuse:
             return 0
-        block_size = self._books.block_size
-        most = (min(one.prompt_tokens, other.prompt_tokens) - 1) // block_size * block_size
+        whole = self._books.layout.hit_tokens
+        most = (min(one.prompt_tokens, other.prompt_tokens) - 1) // whole * whole
         differs = one.prompt_array[:most] != other.prompt_array[:most]
         same = int(differs.argmax()) if differs.any() else most
-        return same // block_size * block_size
+        return same // whole * whole
 
     def cost(self, request: Request) -> Cost:
         request = self._check_known(request)
         if request.status in (Status.RUNNING, Status.DRAINING):
             end = request.num_tokens + request.in_flight
-            blocks = self._kv.blocks_needed(request, end) if end > request.capacity else 0
+            blocks = self._kv.pages_needed(request, end) if end > request.capacity else 0
             return Cost(end - request.num_computed, blocks, 0)
         if self._fork_source(request) is not None:
-            return Cost(1, 1, request.prompt_tokens - 1)
+            return Cost(1, self._books.layout.pages(1), request.prompt_tokens - 1)
         cached, known = self._kv.lookup(request), request.num_tokens
-        return Cost(known - cached, self._kv.blocks_needed(request, known), cached)
+        return Cost(known - cached, self._kv.pages_needed(request, known), cached)
+
+    def blocks_at(self, request: Request, tokens: int) -> int:
+        request = self._check_known(request)
+        self._check_count("tokens", tokens, 0, request)
+        return self._books.layout.visible_pages(tokens)
 
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
         self._check_open()
@@ -252,7 +258,10 @@ class PlannedStep:
             return Refusal.BUDGET
         if self._seqs_left < 1:
             return Refusal.SEATS
-        room_for = end if reserve else start + tokens  # the pace slows computing, and spares no memory
+        room_for = start + tokens  # the pace slows computing, and spares no memory
+        layout = self._books.layout
+        if reserve and (not layout.has_windows or layout.pages(end) <= self._books.num_pages):  # windows may release what doesn't fit at once
+            room_for = end
         if self._pace is not None and start < request.prefill_end:
             tokens = min(tokens, max(self._prompt_tokens_left(self._pace), least if not self.prefill_tokens else 0))
             if tokens < least:
@@ -300,34 +309,34 @@ class PlannedStep:
             forked = self._kv.fork(source, request, request.prompt_tokens - 1)
             if forked is None:
                 return False
-            self._books.extend(request, forked.blocks)
             cached = forked.cached
+            self._books.extend(request, cached)
         if num_tokens > request.capacity:
             allocation = self._kv.allocate(request, num_tokens)
             if allocation is None:
                 if source is not None:
                     self._books.drop_blocks(request)
                 return False
-            self._books.extend(request, allocation.blocks)
             cached = cached or allocation.cached
+            self._books.extend(request, max(num_tokens, cached))
         self.admitted[request] = cached
         request.num_computed = cached
         return True
 
     def _extend(self, request: LiveRequest, num_tokens: int) -> bool:
-        """Give a running request more blocks, after releasing those that no window can see any more. Returns False if they don't suffice."""
-        self._books.trim(request)
+        """Give a running request more blocks. Returns False if there are too few."""
         allocation = self._kv.allocate(request, num_tokens)
         if allocation is None:
             return False
-        self._books.extend(request, allocation.blocks)
-        self.appended.append((request, allocation.blocks))
+        self._books.extend(request, num_tokens)
+        self.appended.append((request, allocation.pages))
         return True
 
     def _make_room(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, evict: Iterable[Request]) -> bool:
         """Preempt from `evict` until `num_tokens` tokens of `request` fit; none, if all of them wouldn't free enough."""
         victims: list[LiveRequest] = []
-        short_of = (1 if source is not None else self._kv.blocks_needed(request, num_tokens)) - self._kv.available_blocks
+        layout = self._books.layout
+        short_of = (layout.pages(1) if source is not None else self._kv.pages_needed(request, num_tokens)) - self._kv.available_pages
         fits, before = False, self._acts
         for candidate in evict:
             if candidate is request:
@@ -336,7 +345,7 @@ class PlannedStep:
             if candidate.status is not Status.RUNNING or candidate in victims or self._builds_on(request, source, candidate):
                 continue
             victims.append(candidate)
-            short_of -= len(candidate.blocks)  # at best
+            short_of -= layout.pages(candidate.capacity)  # at best
             if short_of <= 0 and self._fits(request, source, num_tokens, victims):
                 fits = True
                 break
@@ -358,7 +367,8 @@ class PlannedStep:
 
     def _may_find(self, request: LiveRequest, found: int, other: LiveRequest) -> bool:
         """Return True if the first block that `other` fills in this step may be among the `found` tokens."""
-        end = (self.prefilled[other] // self._books.block_size + 1) * self._books.block_size
+        before = self.prefilled[other]
+        end = min((before // group.block_tokens + 1) * group.block_tokens for group in self._books.layout.groups)
         return end <= min(found, other.num_computed) and request.cache_keys == other.cache_keys and _known(request)[:end] == _known(other)[:end]
 
     @property
@@ -368,9 +378,11 @@ class PlannedStep:
 
     def _fits(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, victims: list[LiveRequest]) -> bool:
         """Return True if `num_tokens` tokens of it would fit if `victims` were preempted."""
-        # A fork takes one block, as its source's growth would.
-        grown, tokens = (request, num_tokens) if source is None else (source, source.capacity + 1)
-        return self._kv.blocks_needed(grown, tokens, without=victims) <= self._kv.available_blocks
+        if source is None:
+            needed = self._kv.pages_needed(request, num_tokens, without=victims)
+        else:  # a block of each group, and its source doesn't grow
+            needed = self._books.layout.pages(1) + self._kv.pages_needed(source, source.capacity, without=victims)
+        return needed <= self._kv.available_pages
 
     def _admit(self, request: LiveRequest) -> None:
         self._books.waiting.remove(request)
@@ -441,10 +453,14 @@ class PlannedStep:
         """Return the requests admitted in this step that found tokens in the cache which `request` was going to compute in it."""
         if request not in self.prefilled:
             return []
-        certain = self.prefilled[request] // self._books.block_size  # blocks
-        # Compare block by block: where each computed a copy of its own, the tables differ, and later blocks may be shared all the same.
-        fresh = request.blocks[certain:]
-        return [r for r in self.admitted if r is not request and any(map(int.__eq__, fresh, r.blocks[certain:]))]
+        certain = self.prefilled[request]
+        fresh = self._pages_after(request, certain)
+        return [r for r in self.admitted if r is not request and not fresh.isdisjoint(self._pages_after(r, certain))]
+
+    def _pages_after(self, request: LiveRequest, num_tokens: int) -> set[int]:
+        """Return the pages of its blocks that aren't full of its first `num_tokens` tokens."""
+        tables = zip(self._books.layout.groups, self._kv.tables(request), strict=True)
+        return {page for group, pages in tables for page in pages[num_tokens // group.block_tokens * group.pages_per_block :]} - {HOLE}
 
     # Checks
 

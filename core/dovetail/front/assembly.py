@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.executor import Capacity, Executor, ExecutorContext
-from dovetail.api.kv_cache import KVContext
+from dovetail.api.kv_cache import KVCacheManager, KVContext, KVLayout
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import RowSampling, SamplerCapabilities
 from dovetail.api.scheduler import SchedulerContext
@@ -267,11 +267,12 @@ def _make_executor(
 
 
 def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, parts: Parts, clock: Clock) -> EngineCore:
-    check_pool(capacity)
-    layout, num_blocks = capacity.layout, capacity.num_blocks
-    kv = parts.kv_cache.make(KVContext(layout, num_blocks, config.seed))
-    scheduler = parts.scheduler.make(SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, num_blocks, layout.block_size, config.seed))
-    observer_context = ObserverContext(config.max_num_seqs, num_blocks)
+    check_pool(capacity, config.max_num_batched_tokens)
+    layout, num_pages = capacity.layout, capacity.num_pages
+    kv: KVCacheManager = parts.kv_cache.make(KVContext(layout, num_pages, config.seed))
+    check_groups(layout, kv, parts.kv_cache.qualified_name)
+    scheduler = parts.scheduler.make(SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, num_pages, layout.block_size, config.seed))
+    observer_context = ObserverContext(config.max_num_seqs, num_pages)
     observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
     if observers:
         observers.start(_started(parts, capacity, clock))
@@ -279,13 +280,24 @@ def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, par
     return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers)
 
 
-def check_pool(capacity: Capacity) -> None:
-    """One sequence of `max_model_len` must fit, or some request could stop the engine. Raises `UnsupportedError`."""
-    tokens = capacity.num_blocks * capacity.layout.block_size
-    if tokens < capacity.max_model_len:
+def check_pool(capacity: Capacity, max_tokens: int) -> None:
+    """One sequence of `max_model_len`, computed in steps of `max_tokens`, must fit, or some request could stop the engine. Raises
+    `UnsupportedError`."""
+    needed = capacity.layout.most_pages(capacity.max_model_len, max_tokens)
+    if capacity.num_pages < needed:
         raise UnsupportedError(
-            f"the KV cache holds {tokens} tokens ({capacity.num_blocks} blocks of {capacity.layout.block_size}), but one sequence may have "
-            f"max_model_len = {capacity.max_model_len}: lower max_model_len, or raise kv_cache_memory or gpu_memory_utilization"
+            f"the KV cache has {capacity.num_pages} pages, but one sequence of max_model_len = {capacity.max_model_len} tokens needs {needed}: "
+            "lower max_model_len, or raise kv_cache_memory or gpu_memory_utilization"
+        )
+
+
+def check_groups(layout: KVLayout, kv: KVCacheManager, name: str) -> None:
+    """Raise `UnsupportedError` if `kv` serves one block table for all layers, and the model needs several."""
+    if not kv.capabilities.groups and (len(layout.groups) > 1 or any(group.pages_per_block > 1 for group in layout.groups)):
+        windows = ", ".join("full" if group.window is None else str(group.window) for group in layout.groups)
+        raise UnsupportedError(
+            f"KV-cache manager {name} serves models of one cache group, and this one has {len(layout.groups)} (windows: {windows}); use `prefix`, "
+            "or ask its author for the capability `groups`"
         )
 
 
@@ -295,8 +307,9 @@ def _started(parts: Parts, capacity: Capacity, clock: Clock) -> EngineStarted:
         scheduler=parts.scheduler.qualified_name,
         kv_cache=parts.kv_cache.qualified_name,
         executor=parts.executor.qualified_name,
-        num_blocks=capacity.num_blocks,
+        num_blocks=capacity.num_pages,
         block_size=capacity.layout.block_size,
         max_in_flight=capacity.max_in_flight,
         details=MappingProxyType(dict(capacity.details)),
+        cache_groups=capacity.layout.groups,
     )

@@ -40,7 +40,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The pool of blocks for K and V."""
+    """The pool of pages for K and V."""
 
     block_size: int  # tokens
     num_gpu_blocks: int  # wherever they are
@@ -89,6 +89,12 @@ def ranks_in_words(capacity: Capacity) -> str:
     return f" on {details['ranks']} ranks ({details.get('device')}; sums by {details.get('all_reduce')})"
 
 
+def groups_in_words(capacity: Capacity) -> str:
+    """Return what a start-up message says of a model with several cache groups, a whole line; empty for one."""
+    groups = capacity.details.get("kv_groups")
+    return f"KV cache: {groups}\n" if groups else ""
+
+
 def parallel_config(capacity: Capacity) -> ParallelConfig:
     ranks = int(capacity.details.get("ranks", 1))
     return ParallelConfig(tensor_parallel_size=ranks, world_size=ranks)
@@ -101,7 +107,7 @@ def scheduler_config(config: EngineConfig, capacity: Capacity) -> SchedulerConfi
 def cache_config(config: EngineConfig, capacity: Capacity, *, enable_prefix_caching: bool) -> CacheConfig:
     return CacheConfig(
         block_size=capacity.layout.block_size,
-        num_gpu_blocks=capacity.num_blocks,
+        num_gpu_blocks=capacity.num_pages,
         gpu_memory_utilization=config.gpu_memory_utilization,
         cache_dtype=capacity.layout.dtype,
         enable_prefix_caching=enable_prefix_caching,
@@ -135,6 +141,6 @@ def line(stats: EngineStats) -> str:
 
 
 def _held_share(stats: EngineStats) -> float:
-    """The share of all blocks that are in some request's table."""
+    """The share of all pages that are in some request's table."""
     blocks = stats.blocks
     return blocks.held / max(1, blocks.free + blocks.held + blocks.cached)

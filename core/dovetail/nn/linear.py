@@ -86,6 +86,13 @@ class MergedColumnParallelLinear(LinearLayer):
         return self.format.columns(self.weight, x, self.bias, norm)
 
 
+class ReplicatedLinear(MergedColumnParallelLinear):
+    """x [tokens, in] -> [tokens, out], all of them on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, context: BuildContext, *, bias: bool = False) -> None:
+        super().__init__(in_features, {None: Columns(out_features, 0, out_features)}, context, bias=bias)
+
+
 class ColumnParallelLinear(MergedColumnParallelLinear):
     """x [tokens, in] -> this rank's share of the outputs [tokens, out / size]."""
 
@@ -97,15 +104,17 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 class QKVParallelLinear(MergedColumnParallelLinear):
     """x [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_size] for this rank's heads: q, then k, then v.
 
-    Arguments are those of the whole model. With more ranks than K and V heads, several ranks hold the same head. Shard ids: "q", "k", "v".
+    Arguments are those of the whole model. With more ranks than K and V heads, several ranks hold the same head. Shard ids: "q", "k", "v";
+    without K and V heads only "q".
     """
 
     def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_size: int, context: BuildContext, *, bias: bool) -> None:
         own = share(heads, context.parallel, "num_attention_heads")
-        first_kv, own_kv = kv_share(kv_heads, context.parallel)
-        q = Columns(heads * head_size, context.parallel.rank * own * head_size, own * head_size)
-        kv = Columns(kv_heads * head_size, first_kv * head_size, own_kv * head_size)
-        super().__init__(hidden_size, {"q": q, "k": kv, "v": kv}, context, bias=bias)
+        parts: dict[str | None, Columns] = {"q": Columns(heads * head_size, context.parallel.rank * own * head_size, own * head_size)}
+        if kv_heads:
+            first_kv, own_kv = kv_share(kv_heads, context.parallel)
+            parts["k"] = parts["v"] = Columns(kv_heads * head_size, first_kv * head_size, own_kv * head_size)
+        super().__init__(hidden_size, parts, context, bias=bias)
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):

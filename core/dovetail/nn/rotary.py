@@ -109,6 +109,19 @@ class YarnRope(Rope):
 
 
 @dataclass(frozen=True, slots=True)
+class ProportionalRope(Rope):
+    """Gemma 4: the first `pairs` rotate as if all did, divided by `factor`; the others don't rotate."""
+
+    pairs: int
+    factor: float = 1.0
+
+    def frequencies(self) -> torch.Tensor:
+        frequencies = 1.0 / self._periods()
+        frequencies[self.pairs :] = 0
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True, slots=True)
 class _Keys:
     """Keys of transformers' `rope_parameters` for one rope type."""
 
@@ -126,6 +139,7 @@ _KEYS = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
         ("attn_factor",),
     ),
+    "proportional": _Keys((), ("factor", "partial_rotary_factor")),
 }
 
 
@@ -143,7 +157,7 @@ def rope_reasons_against(parameters: Mapping[str, Any]) -> list[str]:
     for key, value in parameters.items():
         if key in optional and not (value is None or (_is_number(value) and value >= 0)):
             reasons.append(f"rope_parameters: {key} = {value!r} must be a number >= 0")
-        if key == "partial_rotary_factor" and value not in (None, 1):
+        if key == "partial_rotary_factor" and key not in optional and value not in (None, 1):
             reasons.append(f"partial_rotary_factor = {value!r} is not implemented (only 1)")
         known = (*required, *optional, *_KEYS[kind].passed_over, "rope_type", "type", "partial_rotary_factor")
         if key not in known and value is not None:
@@ -181,11 +195,17 @@ def _yarn(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
     )
 
 
+def _proportional(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
+    share = p.get("partial_rotary_factor")
+    return ProportionalRope(theta, head_size, int((1.0 if share is None else share) * head_size // 2), p.get("factor") or 1.0)
+
+
 _MAKERS: dict[str, Callable[[Mapping[str, Any], float, int], Rope]] = {
     "default": lambda p, theta, head_size: Rope(theta, head_size),
     "linear": lambda p, theta, head_size: LinearRope(theta, head_size, p["factor"]),
     "llama3": _llama3,
     "yarn": _yarn,
+    "proportional": _proportional,
 }
 
 

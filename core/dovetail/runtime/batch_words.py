@@ -3,9 +3,9 @@
 Sampling parameters of new rows are pickled together: they have many types, and a row starts only once.
 
     step (two words), shared blocks, 1 if late, then the number of each
-    removed | new_block_rows | new_blocks | copies (src, dst, …) | rows | num_tokens | yields_token
-    for each of `added`: row, prompt_len, computed; number of tokens, of blocks, and of bytes of its id
-    all tokens | all blocks | all ids | sampling, pickled
+    removed | new_pages (group, row, page, …) | copies (src, dst, …) | rows | num_tokens | yields_token
+    for each of `added`: row, prompt_len, computed; number of tokens, of bytes of its id, and of groups
+    for each of these the pages in each group | all tokens | all pages | all ids | sampling, pickled
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Masks, NewRow
-from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.kv_cache import PageCopy
 
 Words = NDArray[np.int32]
 
@@ -27,8 +27,8 @@ _HEAD, _NEW = 10, 6  # words
 
 def to_words(batch: Batch) -> list[Words]:
     """Return the arrays of the message, in order."""
-    lens = (len(batch.removed), len(batch.new_blocks), len(batch.copies), len(batch.rows), len(batch.added))
-    body = [batch.removed, batch.new_block_rows, batch.new_blocks]
+    lens = (len(batch.removed), len(batch.new_pages), len(batch.copies), len(batch.rows), len(batch.added))
+    body = [batch.removed, batch.new_pages.reshape(-1)]
     if batch.copies:
         body.append(np.array([(copy.src, copy.dst) for copy in batch.copies], np.int32).reshape(-1))
     body += [batch.rows, batch.num_tokens, batch.yields_token.astype(np.int32)]
@@ -45,13 +45,12 @@ def to_words(batch: Batch) -> list[Words]:
 def from_words(words: Words) -> Batch:
     """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, late, removed, new_blocks, copies, rows, added, sampling = words[2:_HEAD].tolist()
+    shared, late, removed, new_pages, copies, rows, added, sampling = words[2:_HEAD].tolist()
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
-        "new_block_rows": reader.take(new_blocks),
-        "new_blocks": reader.take(new_blocks),
-        "copies": tuple(BlockCopy(src, dst) for src, dst in reader.take(2 * copies).reshape(-1, 2).tolist()),
+        "new_pages": reader.take(3 * new_pages).reshape(-1, 3),
+        "copies": tuple(PageCopy(src, dst) for src, dst in reader.take(2 * copies).reshape(-1, 2).tolist()),
         "rows": reader.take(rows),
         "num_tokens": reader.take(rows),
         "yields_token": reader.take(rows).astype(np.bool_),
@@ -87,22 +86,24 @@ class _Reader:
 
 def _added_words(added: Sequence[NewRow]) -> list[Words]:
     ids = [new.request_id.encode("utf-8", "surrogatepass") for new in added]
-    heads = [(new.row, new.prompt_len, new.computed, len(new.token_ids), len(new.blocks), len(id)) for new, id in zip(added, ids, strict=True)]
-    tokens, blocks = [new.token_ids for new in added], [new.blocks for new in added]
-    return [np.array(heads, np.int32).reshape(-1), *tokens, *blocks, _bytes_words(b"".join(ids))]
+    heads = [(new.row, new.prompt_len, new.computed, len(new.token_ids), len(id), len(new.pages)) for new, id in zip(added, ids, strict=True)]
+    tokens, tables = [new.token_ids for new in added], [pages for new in added for pages in new.pages]
+    counts = np.array([len(pages) for pages in tables], np.int32)
+    return [np.array(heads, np.int32).reshape(-1), counts, *tokens, *tables, _bytes_words(b"".join(ids))]
 
 
 def _added(reader: _Reader, count: int, sampling_bytes: int) -> tuple[NewRow, ...]:
     heads = reader.take(_NEW * count).reshape(count, _NEW).tolist()
+    counts = [reader.take(head[5]).tolist() for head in heads]
     tokens = [reader.take(head[3]) for head in heads]
-    blocks = [reader.take(head[4]) for head in heads]
-    ids, at = reader.take_bytes(sum(head[5] for head in heads)), 0
+    tables = [tuple(map(reader.take, own)) for own in counts]
+    ids, at = reader.take_bytes(sum(head[4] for head in heads)), 0
     sampling = pickle.loads(reader.take_bytes(sampling_bytes))
     added = []
-    for (row, prompt_len, computed, *_, length), own, table, params in zip(heads, tokens, blocks, sampling, strict=True):
+    for (row, prompt_len, computed, _, length, _), own, pages, params in zip(heads, tokens, tables, sampling, strict=True):
         name = ids[at : at + length].decode("utf-8", "surrogatepass")
         at += length
-        added.append(NewRow(row, name, own, prompt_len, computed, table, params))
+        added.append(NewRow(row, name, own, prompt_len, computed, pages, params))
     return tuple(added)
 
 

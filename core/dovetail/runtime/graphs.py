@@ -124,15 +124,15 @@ class MixedSteps(Builder):
     def inputs(self, size: int) -> MixedInputs:
         rows, nothing = self.parts.rows, np.zeros(0, np.int32)
         most_wanted = rows.max_rows if size >= 2 * rows.max_rows else 0  # large steps compute only wanted states, of at most half of the tokens
-        inputs = MixedInputs(size, rows.max_rows, most_wanted, rows.device)
+        inputs = MixedInputs(size, rows, most_wanted)
         of_no_rows = inputs.rows(0)
         padding = AttentionBatch(
             num_rows=0,
             num_tokens=0,
             query_starts=of_no_rows.query_starts,
             kv_lens=of_no_rows.kv_lens,
-            block_table=rows.block_table[:0, :1],
-            slots=of_no_rows.slots,
+            block_tables=rows.by_group(rows.tables[:, :0, :1]),
+            slots=rows.by_group(of_no_rows.slots),
             host_query_lens=nothing,
             host_kv_lens=nothing,
             shared_prefix_blocks=int(self._shares),

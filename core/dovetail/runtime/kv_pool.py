@@ -1,77 +1,154 @@
-"""Layout of a model's K and V in blocks, and the number of blocks in the pool."""
+"""The pool of K and V: how a model's caches lie in pages, how many pages fit, and their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionBackend, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.executor import ExecutorConfig
-from dovetail.api.kv_cache import KVGroup, KVLayout
-from dovetail.errors import ConfigError
+from dovetail.api.kv_cache import KVLayout, PageCopy
+from dovetail.errors import ConfigError, DovetailError
+from dovetail.kv_layout import CachedLayer, PlannedLayout, plan_layout
 from dovetail.runtime.memory import available_ram_bytes, readable_bytes
+from dovetail.runtime.transfer import all_to_device
 
 SHARE_OF_RAM = 4  # without `kv_cache_memory`, a CPU pool takes at most one part in so many of the free RAM …
 SHARE_FOR_ONE = 2  # … and one in so many if a single sequence needs that
 SHARE_OF_LENGTH = 4  # … and no more than every row needs at one part in so many of max_model_len
+WORD = 8  # bytes that a copy moves at once, if they divide a page
 
 
-def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], block_size: int, dtype: str) -> KVLayout:
-    """Group the layers by their window. `block_size`: in tokens. `dtype`: of the cache, a name ("bfloat16")."""
-    windows = dict.fromkeys(spec.window for spec in specs)
-    groups = []
-    for window in windows:
-        members = [spec for spec in specs if spec.window == window]
-        groups.append(KVGroup(tuple(spec.index for spec in members), window, sum(backend.bytes_per_block(spec) for spec in members)))
-    return KVLayout(tuple(groups), block_size, dtype)
+def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], dtype: str) -> PlannedLayout:
+    """Place the caches of layers `specs` in pages. `dtype`: of the cache, a name ("bfloat16")."""
+
+    def cached(spec: LayerSpec) -> CachedLayer:
+        return CachedLayer(spec.index, spec.window, lambda tokens: backend.tensor_bytes(spec, tokens), spec.shares)
+
+    return plan_layout([cached(spec) for spec in specs], backend.context.block_size, dtype, backend.capabilities.supports_block_size)
 
 
-def pool_blocks(
+def pool_pages(
     config: ExecutorConfig,
     layout: KVLayout,
     max_model_len: int,
-    num_blocks: int | None,
+    num_pages: int | None,
     device: torch.device,
     profile: Callable[[], int],
     ranks: int = 1,
 ) -> int:
-    """Return the number of blocks in the pool on `device`, per rank; ranks on CPUs share the memory. `num_blocks` (the executor's option) and then
-    `kv_cache_memory` take precedence. Otherwise, on a GPU: the rest of `gpu_memory_utilization` after `profile` (which runs the largest step and
-    returns its peak in bytes). On a CPU: see the shares above.
+    """Return the number of pages in the pool on `device`, per rank; ranks on CPUs share the memory. `num_pages` (the executor's option `num_blocks`)
+    and then `kv_cache_memory` take precedence. Otherwise, on a GPU: the rest of `gpu_memory_utilization` after `profile` (which runs the largest step
+    and returns its peak in bytes). On a CPU: see the shares above.
 
     Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, with the requested and available sizes and a remedy.
     """
-    needed = -(-max_model_len // layout.block_size)
-    if num_blocks is not None:
-        blocks, source, remedy = num_blocks, f"num_blocks: {num_blocks}", f"raise num_blocks to {needed}"
+    needed = layout.most_pages(max_model_len, config.max_num_batched_tokens)
+    if num_pages is not None:
+        pages, source, remedy = num_pages, f"num_blocks: {num_pages}", f"raise num_blocks to {needed}"
     elif config.kv_cache_memory is not None:
-        blocks = config.kv_cache_memory // layout.bytes_per_block
+        pages = config.kv_cache_memory // layout.page_bytes
         source = f"kv_cache_memory: {readable_bytes(config.kv_cache_memory)}"
-        remedy = f"raise kv_cache_memory to {readable_bytes(needed * layout.bytes_per_block)}"
+        remedy = f"raise kv_cache_memory to {readable_bytes(needed * layout.page_bytes)}"
     elif device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         peak = profile()
-        blocks = max(0, int(config.gpu_memory_utilization * total) - peak) // layout.bytes_per_block
+        pages = max(0, int(config.gpu_memory_utilization * total) - peak) // layout.page_bytes
         source = f"gpu_memory_utilization: {config.gpu_memory_utilization:g} of {readable_bytes(total)}, less {readable_bytes(peak)} for the model,"
         remedy = "raise gpu_memory_utilization, lower max_num_batched_tokens"
     else:
         free = available_ram_bytes() // ranks
-        blocks = _cpu_blocks(config, layout, max_model_len, free)
+        pages = _cpu_pages(config, layout, max_model_len, needed, free)
         source = f"one part in {SHARE_FOR_ONE} of {readable_bytes(free)} free RAM"
-        remedy = f"set kv_cache_memory to {readable_bytes(needed * layout.bytes_per_block)}"
-    if blocks < needed:
-        change = f"Lower max_model_len to {blocks * layout.block_size} or less, or {remedy}" if blocks else f"{remedy[0].upper()}{remedy[1:]}"
+        remedy = f"set kv_cache_memory to {readable_bytes(needed * layout.page_bytes)}"
+    if pages < needed:
+        fits = _longest(layout, pages, config.max_num_batched_tokens, max_model_len)
+        change = f"Lower max_model_len to {fits} or less, or {remedy}" if fits else f"{remedy[0].upper()}{remedy[1:]}"
         raise ConfigError(
-            f"the KV pool can't hold one sequence of max_model_len: {max_model_len} tokens need {needed} blocks of {layout.block_size} "
-            f"({readable_bytes(layout.bytes_per_block)} each), and {source} gives {blocks}. {change}."
+            f"the KV pool can't hold one sequence of max_model_len: {max_model_len} tokens need {needed} pages "
+            f"({readable_bytes(layout.page_bytes)} each), and {source} gives {pages}. {change}."
         )
-    return blocks
+    return pages
 
 
-def _cpu_blocks(config: ExecutorConfig, layout: KVLayout, max_model_len: int, free: int) -> int:
-    one = -(-max_model_len // layout.block_size)
-    wanted = config.max_num_seqs * -(-max_model_len // (SHARE_OF_LENGTH * layout.block_size))
-    within = free // SHARE_OF_RAM // layout.bytes_per_block
-    within_for_one = free // SHARE_FOR_ONE // layout.bytes_per_block
+def _cpu_pages(config: ExecutorConfig, layout: KVLayout, max_model_len: int, one: int, free: int) -> int:
+    wanted = config.max_num_seqs * layout.most_pages(-(-max_model_len // SHARE_OF_LENGTH), config.max_num_batched_tokens)
+    within = free // SHARE_OF_RAM // layout.page_bytes
+    within_for_one = free // SHARE_FOR_ONE // layout.page_bytes
     return max(min(wanted, within), min(one, within_for_one))
+
+
+def _longest(layout: KVLayout, pages: int, chunk: int, most: int) -> int:
+    """Return the most tokens, less than `most`, of which one sequence fits into `pages`."""
+    least = 0
+    while least + 1 < most:
+        middle = (least + most) // 2
+        least, most = (middle, most) if layout.most_pages(middle, chunk) <= pages else (least, middle)
+    return least
+
+
+class KVPool:
+    """Memory of the caches of all layers: for each slot of a page one tensor, to which a layer of each group is bound."""
+
+    def __init__(self, planned: PlannedLayout, device: torch.device) -> None:
+        self.planned, self.device = planned, device
+        self.layers: dict[int, AttentionLayer] = {}  # of the backend, by index
+        self._memory: list[torch.Tensor] = []  # by size of a slot: [slots of this size, num_pages + 1, bytes] uint8
+
+    def wrap(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> Callable[[LayerSpec], AttentionLayer]:
+        """Return a `make_layer` whose layers are bound by `allocate`."""
+
+        def make(spec: LayerSpec) -> AttentionLayer:
+            layer = self.layers[spec.index] = make_layer(spec)
+            return layer
+
+        return make
+
+    def allocate(self, num_pages: int) -> None:
+        """Allocate `num_pages` pages and the waste page, and bind all layers, which drop their earlier memory. Raises `DovetailError` for a layer
+        that the layout doesn't have."""
+        self._memory.clear()
+        slots = self._allocate_slots(num_pages)
+        for index, layer in self.layers.items():
+            place = self.planned.places.get(index)
+            if place is None:
+                raise DovetailError(f"the model has made attention layer {index}, which isn't among its layer_specs")
+            group = self.planned.layout.groups[place.group]
+            layer.bind(LayerCache(tuple(slots[slot] for slot in place.slots), group.block_tokens, place.group, place.page))
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Enqueue `copies`, as if one after the other."""
+        for sources, targets in _rounds(copies):
+            src, dst = all_to_device([np.array(sources, np.int64), np.array(targets, np.int64)], self.device)
+            for memory in self._memory:
+                words = memory.view(torch.int64) if memory.shape[-1] % WORD == 0 else memory
+                words.index_copy_(1, dst, words.index_select(1, src))
+
+    def _allocate_slots(self, num_pages: int) -> list[torch.Tensor]:
+        """Return the memory of each slot [num_pages + 1, bytes], as parts of one tensor for each size."""
+        sizes = self.planned.slot_bytes
+        memory = {size: self._zeros(sizes.count(size), num_pages + 1, size) for size in dict.fromkeys(sizes)}
+        self._memory = [*memory.values()]
+        left = {size: iter(slots) for size, slots in memory.items()}
+        return [next(left[size]) for size in sizes]
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return torch.from_numpy(np.zeros(shape, np.uint8))  # which takes no memory until it is written
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
+
+def _rounds(copies: Sequence[PageCopy]) -> list[tuple[list[int], list[int]]]:
+    """Group sequential copies into rounds that can run in parallel: no page of a round is written twice, or read after being written."""
+    rounds: list[tuple[list[int], list[int]]] = []
+    written: set[int] = set()
+    for copy in copies:
+        if not rounds or copy.src in written or copy.dst in written:
+            rounds.append(([], []))
+            written = set()
+        rounds[-1][0].append(copy.src)
+        rounds[-1][1].append(copy.dst)
+        written.add(copy.dst)
+    return rounds

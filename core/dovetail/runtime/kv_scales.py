@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerSpec
+from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerCache, LayerSpec
 from dovetail.checks import shown
 from dovetail.errors import ModelLoadError
 from dovetail.runtime.weights import tensors_named
@@ -43,10 +43,13 @@ class CacheScales:
         self.source = "calibrated on the first prompts" if calibrate else "1"
 
     def wrap(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> Callable[[LayerSpec], AttentionLayer]:
-        """Set the scales of each new layer."""
+        """Set the scales of each new layer; those of a layer that shares another's cache are the other's."""
 
         def make(spec: LayerSpec) -> AttentionLayer:
             layer = make_layer(spec)
+            if spec.shares is not None:
+                layer.kv_scales = self._scales[spec.shares]
+                return layer
             k, v = (torch.ones((), dtype=torch.float32, device=self._device) for _ in range(2))
             layer.kv_scales = self._scales[spec.index] = KVScales(k, v)
             return _CalibratedLayer(layer, layer.kv_scales, self) if self._calibrate else layer
@@ -92,6 +95,9 @@ class _CalibratedLayer(AttentionLayer):
 
     def __init__(self, layer: AttentionLayer, scales: KVScales, owner: CacheScales) -> None:
         self.spec, self.kv_scales, self._layer, self._scales, self._owner = layer.spec, layer.kv_scales, layer, scales, owner
+
+    def bind(self, cache: LayerCache) -> None:
+        self._layer.bind(cache)
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if self._owner.running:

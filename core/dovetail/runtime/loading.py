@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,12 @@ class ModelPlan:
         if group.size > 1 and not arch.capabilities.tensor_parallel:
             raise UnsupportedError(f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {group.size}")
         dtype = resolve_dtype(config.dtype, hf_config, device)
-        specs = list(arch.layer_specs(hf_config, group))
+        max_model_len = resolve_max_model_len(config.max_model_len, hf_config)
+        specs = [_within(max_model_len, spec) for spec in arch.layer_specs(hf_config, group)]
         if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
             raise ConfigError("kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out")
         cache_dtype = None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
-        plan = cls(arch, hf_config, quantization, dtype, resolve_max_model_len(config.max_model_len, hf_config), specs, cache_dtype)
+        plan = cls(arch, hf_config, quantization, dtype, max_model_len, specs, cache_dtype)
         if group.rank == 0:
             log.info("model: %s", plan)
         return plan
@@ -86,6 +87,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _within(max_len: int, spec: LayerSpec) -> LayerSpec:
+    """Return `spec` without a window that no sequence of up to `max_len` tokens leaves: such layers need no block table of their own."""
+    return replace(spec, window=None) if spec.window is not None and spec.window >= max_len else spec
+
+
 def load_model(
     plan: ModelPlan,
     config: ExecutorConfig,
@@ -102,7 +108,11 @@ def load_model(
     """
     later = plan.quantization is not None
     built_for = f"{environment}, {'plain' if plan.quantization is None else plan.quantization}"
-    context = BuildContext(parallel, plan.dtype, device, make_attention, max_len=plan.max_model_len, weights_later=later, environment=built_for)
+
+    def make_layer(spec: LayerSpec) -> AttentionLayer:
+        return make_attention(_within(plan.max_model_len, spec))
+
+    context = BuildContext(parallel, plan.dtype, device, make_layer, max_len=plan.max_model_len, weights_later=later, environment=built_for)
     module: torch.nn.Module = plan.arch.build(plan.config, context)
     if plan.quantization is not None:
         place_weights(module, plan.quantization, device)

@@ -14,7 +14,7 @@ from dovetail.runtime.runner import Runner
 def peak_bytes(runner: Runner, max_tokens: int) -> int:
     """Run the largest step of at most `max_tokens`, and return the peak GPU memory without the KV pool, in bytes.
 
-    The pool has one block, which all rows write to. Rows are empty before and after.
+    The pool has one page, which all rows write to. Rows are empty before and after.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
@@ -31,8 +31,9 @@ def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
     """Return the largest possible step: maximum rows and tokens, all new, all sampling."""
     num_rows = min(rows.max_rows, max_tokens)
     count = min(max_tokens // num_rows, rows.max_len)
-    tokens, blocks = np.zeros(count, np.int32), np.zeros(-(-count // rows.block_size), np.int32)
-    added = tuple(NewRow(row, "profile", tokens, count, 0, blocks, RowSampling()) for row in range(num_rows))
+    tokens = np.zeros(count, np.int32)
+    pages = tuple(np.zeros(group.blocks(count) * group.pages_per_block, np.int32) for group in rows.layout.groups)
+    added = tuple(NewRow(row, "profile", tokens, count, 0, pages, RowSampling()) for row in range(num_rows))
     index = np.arange(num_rows, dtype=np.int32)
     return empty_batch(added=added, rows=index, num_tokens=np.full(num_rows, count, np.int32), yields_token=np.ones(num_rows, np.bool_))
 
@@ -44,8 +45,7 @@ def empty_batch(**changes: object) -> Batch:
         "step": -1,
         "removed": nothing,
         "added": (),
-        "new_block_rows": nothing,
-        "new_blocks": nothing,
+        "new_pages": nothing.reshape(0, 3),
         "copies": (),
         "rows": nothing,
         "num_tokens": nothing,

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
+from dovetail.api.attention import AttentionLayer, FusedCache, LayerCache, LayerSpec
 
 T = TypeVar("T")
 
@@ -98,6 +98,9 @@ class SplitLayer(AttentionLayer):
 
     def __init__(self, layer: AttentionLayer, splitter: LayerSplitter) -> None:
         self.spec, self._layer, self._splitter = layer.spec, layer, splitter
+
+    def bind(self, cache: LayerCache) -> None:
+        self._layer.bind(cache)
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         self._layer.write(k, v)

@@ -1,16 +1,23 @@
-"""State of each row between steps: tokens, lengths, block table. A step sends only changes.
+"""State of each row between steps: tokens, lengths, block tables. A step sends only changes.
 
 The tokens and tables live on the device, because the next step is planned before the host knows the ids that this one samples. Lengths need no
 ids to be known, so the host counts them itself, in numpy, and never has to ask the device.
+
+A block of a cache group is one or more pages; each page of it has a table of its own here, in which a block is one number. The tables of a group
+lie behind each other, those of all groups in one array: a step gathers its rows of all of them at once. Slots and small tables are made from the
+host's copy, without asking the device. It can't be the manager's, which is a step ahead and, with several ranks, in another process.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, NewRow
+from dovetail.api.kv_cache import KVLayout
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import ALIGNMENT
@@ -24,28 +31,34 @@ MOST_UNSENT = 64  # maximum number of steps with unsent blocks
 
 
 class RowState:
-    """`max_rows` rows of at most `max_len` tokens, in blocks of `block_size`. Device tensors have fixed addresses."""
+    """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`. Device tensors have fixed addresses."""
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
-        self.max_rows, self.max_len, self.block_size, self.device = max_rows, max_len, block_size, device
-        self.max_blocks = -(-max_len // block_size)
+    def __init__(self, max_rows: int, max_len: int, layout: KVLayout, device: torch.device) -> None:
+        self.max_rows, self.max_len, self.layout, self.device = max_rows, max_len, layout, device
+        self.block_size = layout.block_size
+        self.max_blocks = -(-max_len // self.block_size)
+        ends = list(accumulate(group.pages_per_block for group in layout.groups))
+        self._tables_of = [slice(end - group.pages_per_block, end) for end, group in zip(ends, layout.groups, strict=True)]  # by group
+        self.num_tables = ends[-1] if ends else 0
+        self.block_tokens = np.array([group.block_tokens for group in layout.groups for _ in range(group.pages_per_block)], np.int64)  # by table
+        self.waste_slots = np.zeros(self.num_tables, np.int64)  # by table: where padding tokens are written; see `pool_allocated`
         self.row_width = max_len + 1  # so that a row at its end may sample once more, into an unused place
         # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates it.
         count = max_rows + 1
-        sizes = [-(-numbers // ALIGNED) * ALIGNED for numbers in (count, count, count * self.row_width, count * self.max_blocks)]
+        sizes = [-(-numbers // ALIGNED) * ALIGNED for numbers in (count, count, count * self.row_width, self.num_tables * count * self.max_blocks)]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        num_tokens, prompt_lens, token_ids, block_table = torch.split(self._all, sizes)
+        num_tokens, prompt_lens, token_ids, tables = torch.split(self._all, sizes)
         self.num_tokens, self.prompt_lens = num_tokens[:count], prompt_lens[:count]  # known: their ids are in `token_ids`
         self.num_tokens[max_rows] = 1
         self.token_ids = token_ids[: count * self.row_width].view(count, self.row_width)
-        self._block_table = block_table[: count * self.max_blocks].view(count, self.max_blocks)
-        self._prompt_lens_at, self._token_ids_at, self._block_table_at = np.cumsum(sizes[:3]).tolist()
+        self._tables = tables[: self.num_tables * count * self.max_blocks].view(self.num_tables, count, self.max_blocks)
+        self._prompt_lens_at, self._token_ids_at, self._tables_at = np.cumsum(sizes[:3]).tolist()
         # Host copies of the tables, and counts in int64
-        self.host_blocks = np.zeros((max_rows, self.max_blocks), np.int32)  # equals block_table
+        self.host_tables = np.zeros((self.num_tables, count, self.max_blocks), np.int32)  # equals `tables`
         self._unsent: list[Int64] = []  # flat indices into it that haven't been sent to the device
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens with K and V computed or enqueued
-        self.num_blocks = np.zeros(max_rows, np.int64)
+        self.num_pages = np.zeros((len(layout.groups), max_rows), np.int64)  # in the tables of each group
         self.logprobs = np.full(max_rows, -1, np.int64)  # requested alternatives per sampled token; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # likewise per prompt token
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
@@ -55,40 +68,59 @@ class RowState:
         return RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
 
     @property
-    def block_table(self) -> torch.Tensor:
-        """[max_rows + 1, max_blocks] int32. New blocks are sent on access, since many steps send a small table of their own."""
+    def tables(self) -> torch.Tensor:
+        """[tables, max_rows + 1, max_blocks] int32. New pages are sent on access, since many steps send small tables of their own."""
         if self._unsent:
             self._send([])
-        return self._block_table
+        return self._tables
+
+    def by_group(self, of_tables: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return of_tables [tables, ...] as views, one per group: [pages_per_block, ...] each."""
+        return (of_tables,) if len(self._tables_of) == 1 else tuple(of_tables[tables] for tables in self._tables_of)
+
+    def pool_allocated(self, num_pages: int) -> None:
+        """Note that the pool has `num_pages` pages, and the waste page behind them."""
+        self.waste_slots = num_pages * self.block_tokens
 
     def update(self, batch: Batch) -> None:
-        """Apply removed rows, added rows and new blocks. Raises `DovetailError` if they don't fit."""
+        """Apply removed rows, added rows and new pages. Raises `DovetailError` if they don't fit."""
         self._check_added(batch.added)
         if len(batch.removed):
-            self.known[batch.removed] = self.computed[batch.removed] = self.num_blocks[batch.removed] = 0
+            self.known[batch.removed] = self.computed[batch.removed] = 0
+            self.num_pages[:, batch.removed] = 0
         changes = self._add(batch.added) if batch.added else []
-        if len(batch.new_blocks):
-            self._append_blocks(batch.new_block_rows.astype(np.int64), batch.new_blocks)
+        if len(batch.new_pages):
+            for group, tables in enumerate(self._tables_of):
+                new = batch.new_pages if len(self._tables_of) == 1 else batch.new_pages[batch.new_pages[:, 0] == group]
+                if len(new):
+                    self._append_pages(group, tables, new[:, 1].astype(np.int64), new[:, 2])
         if changes or len(self._unsent) > MOST_UNSENT:
             self._send(changes)
 
     def check(self, batch: Batch) -> None:
         """Raise `DovetailError` that names a request with too few tokens or blocks for the batch."""
         ends = self.computed[batch.rows] + batch.num_tokens
-        wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > self.num_blocks[batch.rows] * self.block_size)
+        capacity = self._capacity(batch.rows)
+        wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > capacity)
         wrong |= (ends > self.max_len) | (batch.yields_token & (ends != self.known[batch.rows]))
         if wrong.any():
             row, count = (int(values[wrong.argmax()]) for values in (batch.rows, batch.num_tokens))
             raise DovetailError(
                 f"step {batch.step}: request {self.request_ids[row]!r} (row {row}) can't compute {count} tokens after {self.computed[row]}: "
-                f"{self.known[row]} are known, {self.num_blocks[row]} blocks hold {self.num_blocks[row] * self.block_size}, a row holds "
-                f"{self.max_len}, and only the last known token can sample"
+                f"{self.known[row]} are known, its blocks hold {capacity[wrong.argmax()]}, a row holds {self.max_len}, and only the last known "
+                "token can sample"
             )
 
     def slots(self, rows: Int64, positions: Int64) -> Int64:
-        """Return the slots in the paged cache of the K and V of these tokens of these rows: block id * block size + offset. [n] each."""
-        blocks = self.host_blocks[rows, positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
+        """Return the slots in the paged cache of the K and V of these tokens [n] of these rows [n]: page * block size + offset. [tables, n]."""
+        slots = np.empty((self.num_tables, len(rows)), np.int64)
+        for tables, group in zip(self._tables_of, self.layout.groups, strict=True):
+            blocks, offsets = np.divmod(positions, group.block_tokens)
+            for table in range(tables.start, tables.stop):
+                slots[table] = self.host_tables[table, rows, blocks]
+                slots[table] *= group.block_tokens
+                slots[table] += offsets
+        return slots
 
     def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
         """Record that `num_tokens` more tokens of each row are computed."""
@@ -102,26 +134,38 @@ class RowState:
         self.num_tokens.index_copy_(0, rows, grown)
         self.known[host_rows] += 1
 
+    def _capacity(self, rows: NDArray[np.int32]) -> Int64:
+        """Return how many tokens the blocks of these rows hold."""
+        capacity: Int64 | None = None
+        for group, pages in zip(self.layout.groups, self.num_pages, strict=True):
+            own = pages[rows] // group.pages_per_block * group.block_tokens
+            capacity = own if capacity is None else np.minimum(capacity, own)
+        return np.full(len(rows), self.max_len) if capacity is None else capacity
+
     def _check_added(self, added: tuple[NewRow, ...]) -> None:
         for new in added:
             if not 0 <= new.row < self.max_rows:
                 raise DovetailError(f"request {new.request_id!r} was given row {new.row}; there are {self.max_rows}")
-            if len(new.token_ids) > self.max_len or len(new.blocks) > self.max_blocks:
-                raise DovetailError(
-                    f"request {new.request_id!r} has {len(new.token_ids)} tokens in {len(new.blocks)} blocks; a row holds {self.max_len} tokens in "
-                    f"{self.max_blocks} blocks"
-                )
+            if len(new.pages) != len(self.layout.groups):
+                raise DovetailError(f"request {new.request_id!r} has {len(new.pages)} block tables; the layout has {len(self.layout.groups)} groups")
+            for pages, group in zip(new.pages, self.layout.groups, strict=True):
+                if len(new.token_ids) > self.max_len or len(pages) > self.max_blocks * group.pages_per_block:
+                    raise DovetailError(
+                        f"request {new.request_id!r} has {len(new.token_ids)} tokens in {len(pages)} pages of a group; a row holds {self.max_len} "
+                        f"tokens in {self.max_blocks * group.pages_per_block} pages"
+                    )
 
     def _add(self, added: tuple[NewRow, ...]) -> list[Change]:
         rows = np.array([new.row for new in added], np.int64)
         self.known[rows] = [len(new.token_ids) for new in added]
         self.computed[rows] = [new.computed for new in added]
-        self.num_blocks[rows] = [len(new.blocks) for new in added]
         self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
-            self.host_blocks[new.row, : len(new.blocks)] = new.blocks
-            self._unsent.append(new.row * self.max_blocks + np.arange(len(new.blocks)))
+            for group, (tables, pages) in enumerate(zip(self._tables_of, new.pages, strict=True)):
+                self.num_pages[group, new.row] = 0
+                if len(pages):
+                    self._append_pages(group, tables, np.full(len(pages), new.row), np.maximum(pages, 0))  # what isn't held is never read
             self.logprobs[new.row] = -1 if new.sampling.logprobs is None else new.sampling.logprobs
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
         return [
@@ -130,22 +174,25 @@ class RowState:
             _laid_out(self._token_ids_at + rows * self.row_width, [new.token_ids for new in added]),
         ]
 
-    def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:
-        order = np.argsort(rows, kind="stable")  # group by row, keeping order
+    def _append_pages(self, group: int, tables: slice, rows: Int64, pages: NDArray[np.int32]) -> None:
+        """Append pages [n] to the tables of `group` of rows [n]."""
+        order = np.argsort(rows, kind="stable")  # by row, keeping order
         rows = rows[order]
-        columns = self.num_blocks[rows] + counts_within(rows)
+        nth, per_block = self.num_pages[group, rows] + counts_within(rows), tables.stop - tables.start
+        columns = nth // per_block
         if (columns >= self.max_blocks).any():
             row = int(rows[(columns >= self.max_blocks).argmax()])
             raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
-        np.add.at(self.num_blocks, rows, 1)
-        self.host_blocks[rows, columns] = blocks[order]
-        self._unsent.append(rows * self.max_blocks + columns)
+        np.add.at(self.num_pages[group], rows, 1)
+        where = ((tables.start + nth % per_block) * (self.max_rows + 1) + rows) * self.max_blocks + columns
+        self.host_tables.reshape(-1)[where] = pages[order]
+        self._unsent.append(where)
 
     def _send(self, changes: list[Change]) -> None:
         """Return these changes plus unsent blocks."""
         if self._unsent:
             indices = np.concatenate(self._unsent)  # may contain duplicates, if a row was reused meanwhile, with the same value
-            changes = [*changes, (self._block_table_at + indices, self.host_blocks.reshape(-1)[indices])]
+            changes = [*changes, (self._tables_at + indices, self.host_tables.reshape(-1)[indices])]
             self._unsent = []
         where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
         self._all.index_copy_(0, *all_to_device([where, numbers], self.device))

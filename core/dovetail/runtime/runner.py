@@ -23,6 +23,7 @@ from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.token_masks import mask_tokens
 from dovetail.runtime.graphs import Graph, Graphs, StepParts
+from dovetail.runtime.kv_pool import KVPool
 from dovetail.runtime.mask_buffer import MaskBuffer, lines_of
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
@@ -123,9 +124,11 @@ class PendingStep:
 class Runner:
     """Model, attention, sampler and rows of one device. Its arguments are ready to run; it has no lasting allocations itself."""
 
-    def __init__(self, model: torch.nn.Module, backend: AttentionBackend, sampler: Sampler, rows: RowState, clock: Clock, vocab_size: int) -> None:
+    def __init__(
+        self, model: torch.nn.Module, backend: AttentionBackend, pool: KVPool, sampler: Sampler, rows: RowState, clock: Clock, vocab_size: int
+    ) -> None:
         self.model: Any = model  # a CausalLM
-        self.backend, self.sampler, self.rows, self.clock = backend, sampler, rows, clock
+        self.backend, self.pool, self.sampler, self.rows, self.clock = backend, pool, sampler, rows, clock
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions with logits computed at once
         self._pending: deque[PendingStep] = deque()
@@ -278,15 +281,14 @@ class Runner:
 
     def _worth_sharing(self, batch: Batch) -> int:
         """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little."""
-        tokens = batch.shared_prefix_blocks * self.rows.block_size
+        tokens = batch.shared_prefix_blocks * self.rows.layout.groups[0].block_tokens if batch.shared_prefix_blocks else 0
         return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
 
     def _change_rows(self, batch: Batch) -> None:
         self.rows.update(batch)
         self.rows.check(batch)
         if batch.copies:
-            src, dst = (np.array(ids, np.int64) for ids in zip(*((copy.src, copy.dst) for copy in batch.copies), strict=True))
-            self.backend.copy_blocks(*all_to_device([src, dst], self.device))
+            self.pool.copy(batch.copies)
 
     def _tell_sampler(self, batch: Batch, pending: PendingStep) -> None:
         """Raise `DovetailError` if a rejected request continues: then another rank's sampler has accepted what this one rejected."""
@@ -302,16 +304,16 @@ class Runner:
         self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, *, mixed_graph: bool = False
     ) -> AttentionBatch:
         """Plan a step for attention; if it is replayed, including its padding."""
-        table = inputs.table
-        if table is None:
-            table = self.rows.block_table[:, : host.max_blocks].index_select(0, inputs.rows)
+        tables = inputs.tables
+        if tables is None:
+            tables = self.rows.tables[..., : host.max_blocks].index_select(1, inputs.rows)
         return AttentionBatch(
             num_rows=len(host.rows),
             num_tokens=host.num_tokens,
             query_starts=inputs.query_starts,
             kv_lens=inputs.kv_lens,
-            block_table=table,
-            slots=inputs.slots,
+            block_tables=self.rows.by_group(tables),
+            slots=self.rows.by_group(inputs.slots),
             host_query_lens=batch.num_tokens,
             host_kv_lens=host.kv_lens,
             shared_prefix_blocks=shared_blocks,

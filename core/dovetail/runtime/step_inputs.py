@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +25,11 @@ class DeviceInputs:
 
     token_indices: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    slots: torch.Tensor  # [tokens] int64
+    slots: torch.Tensor  # [tables, tokens] int64
     rows: torch.Tensor  # [b] int64
     query_starts: torch.Tensor  # [b + 1] int32
     kv_lens: torch.Tensor  # [b] int32
-    table: torch.Tensor | None = None  # [b, max_blocks] int32
+    tables: torch.Tensor | None = None  # [tables, b, max_blocks] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class HostInputs:
 
     token_indices: Int64  # [tokens] indices of the tokens' ids in the flat ids of all rows
     positions: Int64  # [tokens] within their sequences
-    slots: Int64  # [tokens] slots of their K and V
+    slots: Int64  # [tables, tokens] slots of their K and V
     rows: Int64  # [b]
     query_starts: Int32  # [b + 1] start of each row's tokens, and the end
     kv_lens: Int32  # [b] tokens in a row's cache, including this step's
     max_blocks: int  # of a row
-    table: Int32 | None  # [b, max_blocks] their blocks, if the table is small
+    tables: Int32 | None  # [tables, b, max_blocks] their pages, if the tables are small
 
     @classmethod
     def of(cls, batch: Batch, state: RowState) -> HostInputs:
@@ -54,9 +55,9 @@ class HostInputs:
         starts[1:] = ends
         kv_lens = (computed + counts).astype(np.int32)
         max_blocks = -(-int(kv_lens.max()) // state.block_size)
-        table = state.host_blocks[rows, :max_blocks] if len(rows) * max_blocks <= TABLE_ENTRIES else None
+        tables = state.host_tables[:, rows, :max_blocks] if state.num_tables * len(rows) * max_blocks <= TABLE_ENTRIES else None
         slots = state.slots(row_of, positions)
-        return cls(row_of * state.row_width + positions, positions, slots, rows, starts, kv_lens, max_blocks, table)
+        return cls(row_of * state.row_width + positions, positions, slots, rows, starts, kv_lens, max_blocks, tables)
 
     @property
     def num_tokens(self) -> int:
@@ -68,22 +69,23 @@ class HostInputs:
         return self.query_starts[1:]
 
     def to_device(self, device: torch.device) -> DeviceInputs:
-        table = [] if self.table is None else [self.table]
+        tables = [] if self.tables is None else [self.tables]
         return DeviceInputs(
-            *all_to_device([self.token_indices, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *table], device)
+            *all_to_device([self.token_indices, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *tables], device)
         )
 
 
 class MixedInputs:
     """Inputs of a recorded step of up to `size` tokens of up to `max_rows` rows, at fixed addresses. Padding tokens are the first token of row 0,
-    and their K and V aren't stored.
+    and their K and V go to the waste page.
 
     `wanted` [most_wanted] int64: indices, in the step, of the tokens with final states; empty if all have them."""
 
-    def __init__(self, size: int, max_rows: int, most_wanted: int, device: torch.device) -> None:
-        tokens, rows, short = np.zeros(size, np.int64), np.zeros(max_rows, np.int64), np.zeros(max_rows + 1, np.int32)
+    def __init__(self, size: int, state: RowState, most_wanted: int) -> None:
+        tokens, rows, short = np.zeros(size, np.int64), np.zeros(state.max_rows, np.int64), np.zeros(state.max_rows + 1, np.int32)
         wanted, table = np.zeros(most_wanted, np.int64), np.zeros(TABLE_ENTRIES, np.int32)
-        self._mirror = Mirror([tokens, tokens, tokens - 1, rows, short, short[:-1], wanted, table], device)
+        self._waste = state.waste_slots[:, None]
+        self._mirror = Mirror([tokens, tokens, self._waste.repeat(size, 1), rows, short, short[:-1], wanted, table], state.device)
         self._mirror.send()
         *inputs, self.wanted, self._table = self._mirror.tensors
         self._all = DeviceInputs(*inputs)
@@ -101,37 +103,39 @@ class MixedInputs:
     def positions(self) -> torch.Tensor:
         return self._all.positions
 
-    def rows(self, count: int, table: torch.Tensor | None = None) -> DeviceInputs:
-        """Return the inputs of `rows` rows, optionally with this table, and of all tokens."""
+    def rows(self, count: int, tables: torch.Tensor | None = None) -> DeviceInputs:
+        """Return the inputs of `rows` rows, optionally with these tables, and of all tokens."""
         every = self._all
         rows, query_starts, kv_lens = every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count]
-        return DeviceInputs(every.token_indices, every.positions, every.slots, rows, query_starts, kv_lens, table)
+        return DeviceInputs(every.token_indices, every.positions, every.slots, rows, query_starts, kv_lens, tables)
 
     def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
         """Enqueue the copy of a step's inputs, and of the indices of wanted tokens, unless all are wanted."""
         token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = self._mirror.arrays
         tokens, count = host.num_tokens, len(host.rows)
-        for padded, own, padding in ((token_indices, host.token_indices, 0), (positions, host.positions, 0), (slots, host.slots, -1)):
-            padded[:tokens], padded[tokens:] = own, padding
+        for padded, own, padding in ((token_indices, host.token_indices, 0), (positions, host.positions, 0), (slots, host.slots, self._waste)):
+            padded[..., :tokens], padded[..., tokens:] = own, padding
         rows[:count], query_starts[: count + 1], kv_lens[:count] = host.rows, host.query_starts, host.kv_lens
         if len(all_wanted):
             all_wanted[: len(wanted)] = wanted
-        if host.table is None:
+        if host.tables is None:
             self._mirror.send(numbers=0)
             return self.rows(count)
-        used = host.table.size
-        table[:used] = host.table.reshape(-1)
+        used = host.tables.size
+        table[:used] = host.tables.reshape(-1)
         self._mirror.send(numbers=used)
-        return self.rows(count, self._table[:used].view(host.table.shape))
+        return self.rows(count, self._table[:used].view(host.tables.shape))
 
 
 class DecodeInputs:
-    """Inputs of a recorded decode step of up to `size` rows of `state`, at fixed addresses. Padding uses row `max_rows`, whose token isn't stored."""
+    """Inputs of a recorded decode step of up to `size` rows of `state`, at fixed addresses. Padding uses row `max_rows`, whose token goes to
+    the waste page."""
 
     def __init__(self, size: int, state: RowState) -> None:
         self.size, self._state = size, state
         numbers, kv_lens, table = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(TABLE_ENTRIES, np.int32)
-        self._mirror = Mirror([numbers, numbers, kv_lens, table], state.device)
+        self._waste = state.waste_slots[:, None]
+        self._mirror = Mirror([numbers, self._waste.repeat(size, 1), kv_lens, table], state.device)
         self.rows, self._slots, self._kv_lens, self._table = self._mirror.tensors
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
 
@@ -141,24 +145,26 @@ class DecodeInputs:
         state, count = self._state, len(host_rows)
         kv_lens = state.known[host_rows]
         all_rows, all_slots, all_lens, blocks = self._mirror.arrays
-        padded = (all_rows, host_rows, state.max_rows), (all_slots, state.slots(host_rows, kv_lens - 1), -1), (all_lens, kv_lens, 0)
+        padded = (all_rows, host_rows, state.max_rows), (all_slots, state.slots(host_rows, kv_lens - 1), self._waste), (all_lens, kv_lens, 0)
         for array, own, padding in padded:
-            array[:count], array[count:] = own, padding
+            array[..., :count], array[..., count:] = own, padding
         width = -(-int(kv_lens.max(initial=1)) // state.block_size)
-        if (used := self.size * width) <= TABLE_ENTRIES:
-            blocks[: count * width], blocks[count * width : used] = state.host_blocks[host_rows, :width].reshape(-1), 0
+        shape = state.num_tables, self.size, width
+        if (used := math.prod(shape)) <= TABLE_ENTRIES:
+            step = blocks[:used].reshape(shape)
+            step[:, :count], step[:, count:] = state.host_tables[:, host_rows, :width], 0
             self._mirror.send(numbers=used)
-            table = self._table[:used].view(self.size, width)
+            tables = self._table[:used].view(shape)
         else:
             self._mirror.send(numbers=0)
-            table = state.block_table[:, :width].index_select(0, self.rows)
+            tables = state.tables[..., :width].index_select(1, self.rows)
         return AttentionBatch(
             num_rows=count,
             num_tokens=count,
             query_starts=self._query_starts,
             kv_lens=self._kv_lens,
-            block_table=table,
-            slots=self._slots,
+            block_tables=state.by_group(tables),
+            slots=state.by_group(self._slots),
             host_query_lens=np.ones(count, np.int32),
             host_kv_lens=kv_lens.astype(np.int32),
             shared_prefix_blocks=shared_prefix_blocks,

@@ -21,7 +21,7 @@ from dovetail.nn.moe import Experts
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.graphs import Graphs
-from dovetail.runtime.kv_pool import kv_layout, pool_blocks
+from dovetail.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.memory import readable_bytes
@@ -48,8 +48,8 @@ class Worker:
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
 
-    def load(self, device: torch.device, num_blocks: int | None = None) -> Capacity:
-        """Choose dtype and attention, load the model, compile its kernels, and return what fits on `device` (see `choose_device`): `num_blocks` as
+    def load(self, device: torch.device, num_pages: int | None = None) -> Capacity:
+        """Choose dtype and attention, load the model, compile its kernels, and return what fits on `device` (see `choose_device`): `num_pages` as
         requested or, if None, as many as fit into memory. Cooperating ranks allocate the smallest number of them. `max_in_flight` suits the device.
 
         Raises `ModelLoadError` if the model's files can't be used, `UnsupportedError` if no architecture or attention backend can serve it here, and
@@ -58,27 +58,29 @@ class Worker:
         config = self.context.config
         plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
         chosen = choose_attention(self.context.attention, plan.specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
-        layout = kv_layout(chosen.backend, plan.specs, chosen.backend.context.block_size, plan.cache_dtype or plan.dtype_name)
+        pool = KVPool(kv_layout(chosen.backend, plan.specs, plan.cache_dtype or plan.dtype_name), device)
+        layout = pool.planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
-            self._pool_blocks(layout, plan.max_model_len, num_blocks, device)
+            self._pool_pages(layout, plan.max_model_len, num_pages, device)
         splitter = LayerSplitter()
         if plan.cache_dtype is not None:
             self._scales = CacheScales(device, calibrate=config.kv_cache_scales == "calibrate")
-        scaled = chosen.backend.make_layer if self._scales is None else self._scales.wrap(chosen.backend.make_layer)
+        bound = pool.wrap(chosen.backend.make_layer)
+        scaled = bound if self._scales is None else self._scales.wrap(bound)
         make_layer, told = splitter.wrap(scaled), self.context.progress
         graphs = "graphs" if config.cuda_graphs else "no graphs"
         environment = f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
         model = load_model(plan, config, make_layer, self.group, device, told, environment)
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
-        self.runner = self._make_runner(plan, model, chosen.backend, layout, device)
+        self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
         if device.type == "cuda":
             gc.collect()
             gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
         self._graphs = self._make_graphs(model, chosen.backend, splitter, device)
-        blocks = self._pool_blocks(layout, plan.max_model_len, num_blocks, device)
+        pages = self._pool_pages(layout, plan.max_model_len, num_pages, device)
         return Capacity(
-            num_blocks=blocks,
+            num_pages=pages,
             max_in_flight=2 if device.type == "cuda" else 1,
             layout=layout,
             vocab_size=plan.vocab_size,
@@ -93,20 +95,21 @@ class Worker:
                 "model": str(plan.config.architectures[0]),
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
                 "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
-                "kv_pool": readable_bytes(blocks * layout.bytes_per_block),
+                "kv_pool": readable_bytes(pages * layout.page_bytes),
+                **({"kv_groups": pool.planned.describe()} if len(layout.groups) > 1 else {}),
             },
         )
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV pool with `num_blocks` blocks, record the CUDA graphs, and let a model with a self-check run it. Raises `DovetailError` if
+    def allocate(self, num_pages: int) -> None:
+        """Allocate the KV pool with `num_pages` pages, record the CUDA graphs, and let a model with a self-check run it. Raises `DovetailError` if
         `load` hasn't been called, and `UnsupportedError` if such a model computes wrong numbers."""
         runner = self._running()
-        self._make_pool(num_blocks)
+        self._make_pool(num_pages)
         if self._graphs is not None:
             self._graphs.capture(self.context.progress)
             runner.graphs = self._graphs
         if isinstance(runner.model, VerifiesItself):
-            runner.model.verify(TrialRun(runner, num_blocks, self.context.config.max_num_batched_tokens, rounds_kv=self._scales is not None))
+            runner.model.verify(TrialRun(runner, num_pages, self.context.config.max_num_batched_tokens, rounds_kv=self._scales is not None))
         if runner.device.type == "cuda":
             gc.freeze()  # also objects from compilation and recording
 
@@ -171,17 +174,18 @@ class Worker:
         self._failure = DovetailError(f"step {step} failed: {type(error).__name__}: {error}; requests in it: {requests or 'none'}")
         return self._failure
 
-    def _make_runner(self, plan: ModelPlan, model: torch.nn.Module, backend: AttentionBackend, layout: KVLayout, device: torch.device) -> Runner:
+    def _make_runner(self, plan: ModelPlan, model: torch.nn.Module, backend: AttentionBackend, pool: KVPool, device: torch.device) -> Runner:
         if self.context.sampler is None:
             raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
-        rows = RowState(self.context.config.max_num_seqs, plan.max_model_len, layout.block_size, device)
+        rows = RowState(self.context.config.max_num_seqs, plan.max_model_len, pool.planned.layout, device)
         sampler = self.context.sampler.make(SamplerContext(str(device), plan.vocab_size, rows.history))
         sampler.prepare(rows.max_rows)
-        return Runner(model, backend, sampler, rows, self.context.clock, plan.vocab_size)
+        return Runner(model, backend, pool, sampler, rows, self.context.clock, plan.vocab_size)
 
-    def _make_pool(self, num_blocks: int) -> None:
+    def _make_pool(self, num_pages: int) -> None:
         config, runner = self.context.config, self._running()
-        runner.backend.allocate(num_blocks)
+        runner.pool.allocate(num_pages)
+        runner.rows.pool_allocated(num_pages)
         runner.backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, runner.rows.max_len)
 
     def _make_graphs(self, model: torch.nn.Module, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> Graphs | None:
@@ -193,11 +197,11 @@ class Worker:
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
 
-    def _pool_blocks(self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device) -> int:
-        return pool_blocks(self.context.config, layout, max_model_len, asked, device, self._profile, self.group.size)
+    def _pool_pages(self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device) -> int:
+        return pool_pages(self.context.config, layout, max_model_len, asked, device, self._profile, self.group.size)
 
     def _profile(self) -> int:
-        """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one block."""
+        """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one page."""
         self._make_pool(1)
         return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
 

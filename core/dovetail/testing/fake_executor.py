@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
-from dovetail.api.kv_cache import KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import DovetailError
 
 
@@ -24,9 +24,12 @@ class FakeExecutorOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_blocks: int = Field(64, ge=1)
+    num_blocks: int = Field(64, ge=1, description="Pages of the pool.")
     block_size: int = Field(4, ge=1)
-    window: int | None = Field(None, ge=1, description="Sliding window of all layers.")
+    window: int | None = Field(default=None, ge=1, description="Sliding window of all layers.")
+    groups: tuple[tuple[int, int | None, int], ...] = Field(
+        (), description="Cache groups (block_tokens, window, pages_per_block), instead of one with `block_size` and `window`."
+    )
     max_in_flight: int = Field(2, ge=1)
     vocab_size: int = Field(97, ge=2)
     max_model_len: int = Field(128, ge=2)
@@ -67,7 +70,7 @@ def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
 class _Row:
     tokens: list[int]
     computed: int
-    blocks: list[int]
+    tables: list[list[int]]  # pages, by group
     seed: int
 
 
@@ -81,7 +84,11 @@ class FakeExecutor(Executor):
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         self._rows: dict[int, _Row] = {}
-        self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> prefix id of the token written there
+        # (page, offset) -> what was written there: the group, the page's place in its block, and the prefix id of the token
+        self._memory: dict[tuple[int, int], tuple[int, int, int]] = {}
+        groups = options.groups or ((options.block_size, options.window, 1),)
+        layout = tuple(CacheGroup((index,), tokens, window, pages) for index, (tokens, window, pages) in enumerate(groups))
+        self._layout = KVLayout(layout, 1, "none")
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
         self._broken: str | None = None  # the violated rule: its state may be inconsistent
@@ -90,10 +97,8 @@ class FakeExecutor(Executor):
         self.batches = 0
 
     def start(self) -> Capacity:
-        layout = KVLayout((KVGroup((0,), self.options.window, 1),), self.options.block_size, "none")
-        return Capacity(
-            self.options.num_blocks, self.options.max_in_flight, layout, self.options.vocab_size, self.options.max_model_len, shared_prefix=True
-        )
+        options = self.options
+        return Capacity(options.num_blocks, options.max_in_flight, self._layout, options.vocab_size, options.max_model_len, shared_prefix=True)
 
     def submit(self, batch: Batch) -> int:
         self.check()
@@ -104,12 +109,14 @@ class FakeExecutor(Executor):
         self._last_step = batch.step
         self._change_rows(batch)
         for copy in batch.copies:
-            for offset in range(self.options.block_size):
+            for offset in range(max(group.block_tokens for group in self._layout.groups)):
                 if (copy.src, offset) in self._memory:
                     self._memory[copy.dst, offset] = self._memory[copy.src, offset]
         rows = [self._rows[row] for row in batch.rows.tolist()]
-        shared = {tuple(row.blocks[: batch.shared_prefix_blocks]) for row in rows}
-        self._require(len(shared) == 1 and len(shared.pop()) == batch.shared_prefix_blocks, "shared_prefix_blocks aren't shared by all rows")
+        prefix = batch.shared_prefix_blocks * self._layout.groups[0].pages_per_block
+        shared = {tuple(row.tables[0][:prefix]) for row in rows}
+        self._require(len(shared) == 1 and len(shared.pop()) == prefix, "shared_prefix_blocks aren't shared by all rows")
+        self._require(not prefix or self._layout.groups[0].window is None, "a prefix is shared only in a group without a window")
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
@@ -162,26 +169,40 @@ class FakeExecutor(Executor):
         for new in batch.added:
             self._require(new.row not in self._rows, f"row {new.row} was added but is in use")
             self._require(0 <= new.computed < len(new.token_ids), "a new row has no token left to compute")
-            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, new.blocks.tolist(), new.sampling.seed if new.sampling else 0)
-        for row, block in zip(batch.new_block_rows.tolist(), batch.new_blocks.tolist(), strict=True):
-            self._rows[row].blocks.append(block)
+            self._require(len(new.pages) == len(self._layout.groups), "a new row has a table for each group")
+            tables = [pages.tolist() for pages in new.pages]
+            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, tables, new.sampling.seed if new.sampling else 0)
+        for group, row, page in batch.new_pages.tolist():
+            self._rows[row].tables[group].append(page)
 
     def _write(self, row: _Row, count: int) -> None:
         self._require(count >= 1 and row.computed + count <= len(row.tokens), "more tokens to compute than are known")
         values = prefix_ids(row.tokens)
         for position in range(row.computed, row.computed + count):
-            index, offset = divmod(position, self.options.block_size)
-            self._require(index < len(row.blocks), f"token {position} of {len(row.tokens)} has no block")
-            self._memory[row.blocks[index], offset] = values[position]
+            for index, group in enumerate(self._layout.groups):
+                pages, offset = self._block(row, index, position)
+                self._require(len(pages) == group.pages_per_block, f"token {position} of {len(row.tokens)} has no block in group {index}")
+                for place, page in enumerate(pages):
+                    self._require(0 <= page < self.options.num_blocks, f"token {position} is written to page {page}, which isn't in the pool")
+                    self._memory[page, offset] = index, place, values[position]
         row.computed += count
 
     def _read(self, row: _Row, count: int) -> None:
         values = prefix_ids(row.tokens)
-        first = 0 if self.options.window is None else max(0, row.computed - count - self.options.window + 1)  # seen by the first of its tokens
-        for position in range(first, row.computed):
-            index, offset = divmod(position, self.options.block_size)
-            found = self._memory.get((row.blocks[index], offset))
-            self._require(found == values[position], f"position {position} of {len(row.tokens)} would read another sequence's K and V")
+        for index, group in enumerate(self._layout.groups):
+            first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)  # seen by the first of its tokens
+            for position in range(first, row.computed):
+                pages, offset = self._block(row, index, position)
+                found = [self._memory.get((page, offset)) for page in pages]
+                expected = [(index, place, values[position]) for place in range(group.pages_per_block)]
+                rule = f"position {position} of {len(row.tokens)} would read another sequence's K and V, or another group's"
+                self._require(found == expected, rule)
+
+    def _block(self, row: _Row, index: int, position: int) -> tuple[list[int], int]:
+        """Return the pages of the block of group `index` with this position, and the position's offset in it."""
+        group = self._layout.groups[index]
+        block, offset = divmod(position, group.block_tokens)
+        return row.tables[index][block * group.pages_per_block : (block + 1) * group.pages_per_block], offset
 
     def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:
         self._require(row.computed == len(row.tokens), "a row samples before its last token is computed")

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
-from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
 from dovetail.api.scheduler import Refusal, Scheduler, SchedulerContext
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
@@ -113,11 +113,11 @@ def plan(
     going, coming = _planned(running), _planned(waiting)
     _check_requests([*going, *coming], dict(cached or {}), block_size)
     held = sum(-(-_computed_of(r) // block_size) for r in going)
-    layout = KVLayout((KVGroup((0,), None, 1),), block_size, "none")
+    layout = KVLayout((CacheGroup((0,), block_size),), 1, "none")
     kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), cached if cached is None else dict(cached))
     if isinstance(policy, type):
         policy = policy(options or NoOptions(), SchedulerContext(max_tokens, max_seqs, held + free_blocks, block_size, seed))
-    books = Books(kv, block_size, None, max(max_seqs, len(running)), type(policy).__name__)
+    books = Books(kv, layout, held + free_blocks, max(max_seqs, len(running)), type(policy).__name__)
     for order, request in enumerate([*going, *coming]):
         request.order = order
         if order < len(going):
@@ -140,7 +140,7 @@ def plan(
         rejected={r.id: reason for r, reason in step.rejected.items()},
         wake_at=step.wake_time if step.wake_time < float("inf") else None,
         notes=tuple((d.request.id, d.why) for d in decisions if d.act == "noted"),
-        free_blocks=kv.available_blocks,
+        free_blocks=kv.available_pages,
         policy=policy,
     )
 

@@ -28,14 +28,14 @@ class Bags:
     """Rows with one query each; bags are numbered by (row, head), row-major. `pattern` has the scores as its values, overwritten by each layer."""
 
     queries: torch.Tensor  # [rows] tokens of the batch
-    pattern: torch.Tensor  # CSR [rows * heads, slots * kv_heads]
+    pattern: torch.Tensor  # CSR [rows * heads, entries * kv_heads]
     starts: Int64  # [rows * heads] of each bag, in the values
     lens: Int64  # [rows * heads] of each bag
 
     def attend(
         self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> None:
-        """Attend with caches k, v [slots, kv_heads, head_size] and q [tokens, heads, head_size]; write `out`, of q's shape, at the bags' queries.
+        """Attend with caches k, v [entries, kv_heads, head_size] and q [tokens, heads, head_size]; write `out`, of q's shape, at the bags' queries.
         sinks: [heads] float32."""
         size = spec.head_size
         flat_q = q.index_select(0, self.queries).view(-1, size)  # [rows * heads, size]
@@ -56,21 +56,21 @@ class Bags:
         out.index_copy_(0, self.queries, mixed.div_(sums[:, None]).view(-1, spec.heads, size))
 
 
-def make_bags(queries: Int64, slots: Int64, lens: Int64, heads: int, kv_heads: int, num_slots: int) -> Bags:
-    """Make the bags of rows of one query each: row i is token `queries[i]` and sees the next `lens[i]` of `slots` [sum of lens], which lists the
-    rows' slots one after the other. The cache has `num_slots`."""
+def make_bags(queries: Int64, entries: Int64, lens: Int64, heads: int, kv_heads: int, count: int) -> Bags:
+    """Make the bags of rows of one query each: row i is token `queries[i]` and sees the next `lens[i]` of `entries` [sum of lens], which lists
+    the rows' entries of the cache one after the other. The cache has `count`."""
     bag_lens = np.repeat(lens, heads)
     ends = np.cumsum(bag_lens)
     starts = ends - bag_lens
-    first_slot = np.repeat(np.cumsum(lens) - lens, heads)  # of each bag, in `slots`
+    first_entry = np.repeat(np.cumsum(lens) - lens, heads)  # of each bag, in `entries`
     kv_head = np.tile(np.arange(heads) // (heads // kv_heads), len(lens))
-    index = np.int32 if max(num_slots * kv_heads, int(ends[-1])) <= MAX_INT32 else np.int64
-    places = np.arange(ends[-1], dtype=index) + np.repeat((first_slot - starts).astype(index), bag_lens)  # in `slots`
-    entries = (slots * kv_heads).astype(index)[places] + np.repeat(kv_head.astype(index), bag_lens)
+    index = np.int32 if max(count * kv_heads, int(ends[-1])) <= MAX_INT32 else np.int64
+    places = np.arange(ends[-1], dtype=index) + np.repeat((first_entry - starts).astype(index), bag_lens)  # in `entries`
+    columns = (entries * kv_heads).astype(index)[places] + np.repeat(kv_head.astype(index), bag_lens)
     pattern = _csr(
         torch.from_numpy(np.concatenate([[0], ends]).astype(index)),
-        torch.from_numpy(entries),
-        (len(bag_lens), num_slots * kv_heads),
+        torch.from_numpy(columns),
+        (len(bag_lens), count * kv_heads),
     )
     return Bags(torch.from_numpy(queries), pattern, starts, bag_lens)
 

@@ -4,10 +4,13 @@ A step's leading rows of one token are decodes, which split long contexts over t
 among them too: the core lists running requests first, so that there are few. A CUDA graph may be captured of a step of decodes alone, and
 replayed after any `plan` of as many (padded) rows of that kind.
 
-      cache of a layer    [2, num_blocks + 1, kv_heads, block_size, head_size]; the last block is waste: where padding tokens are written
+      a page of a layer    [kv_heads, block_size, head_size], K and V apart
 
 Heads lie outside of a block's tokens, though the packages speak of [block_size, kv_heads]: so what one of their programs reads is in one piece, and
 FlashAttention 2 reads it some 2 % quicker.
+
+A tile of theirs may begin before a row's window, but in the same page, since sizes of tiles divide `PAGE`: pages that no query sees aren't read. In
+the pages that are, FlashAttention 3 reads all slots of a tile, unwritten ones with the weight 0: none may hold NaN, and so a pool is zeroed at first.
 """
 
 from __future__ import annotations
@@ -18,16 +21,31 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    FusedCache,
+    LayerCache,
+    LayerSpec,
+)
 from dovetail.errors import DovetailError
 from dovetail_attention.flash_library import PAGE, Paged, Ragged, find_library, reason_against
+from dovetail_attention.memory import cache_of, pages_of, tensor_bytes
 
 
 class FlashAttention(AttentionBackend):
-    """Creates layers, and owns their memory and the buffers of a step."""
+    """Creates layers, and owns the buffers of a step."""
 
     capabilities = AttentionCapabilities(
-        devices=("cuda",), dtypes=("float16", "bfloat16"), head_sizes=tuple(range(8, 257, 8)), block_size_multiple=PAGE, cuda_graph="decode"
+        devices=("cuda",),
+        dtypes=("float16", "bfloat16"),
+        head_sizes=tuple(range(8, 257, 8)),
+        block_size_multiple=PAGE,
+        cuda_graph="decode",
+        groups=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
@@ -37,7 +55,6 @@ class FlashAttention(AttentionBackend):
         self.library = find_library(self.device)
         self.step: FlashStep | None = None
         self._layers: list[FlashLayer] = []
-        self._waste_slot = 0
 
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
@@ -58,59 +75,67 @@ class FlashAttention(AttentionBackend):
         self._layers.append(layer)
         return layer
 
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize
-
-    def allocate(self, num_blocks: int) -> None:
-        self._waste_slot = num_blocks * self.context.block_size
-        for layer in self._layers:
-            layer.allocate(num_blocks)
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return tensor_bytes(spec, block_size, self.dtype)
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        self.step = FlashStep(max_rows, max_tokens, -(-max_len // self.context.block_size), self.device)
+        self.step = FlashStep(max_rows, max_tokens, max_len, [cache_of(layer) for layer in self._layers], self.device)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self.planned.fill(batch, self._waste_slot)
+        self.planned.fill(batch)
 
     @property
     def planned(self) -> FlashStep:
         if self.step is None:
-            raise DovetailError("attention backend 'flash_attn': plan() was called before allocate() and prepare()")
+            raise DovetailError("attention backend 'flash_attn': plan() was called before prepare()")
         return self.step
 
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for layer in self._layers:
-            layer.copy_blocks(src, dst)
+
+class FlashGroup:
+    """Block tables and slots of a cache group, for each page of its blocks that a layer uses."""
+
+    def __init__(self, max_rows: int, max_tokens: int, max_len: int, caches: Sequence[LayerCache], device: torch.device) -> None:
+        block_size, pages = caches[0].block_size, 1 + max(cache.page for cache in caches)
+        waste_slot = (len(caches[0].memory[0]) - 1) * block_size
+        self.tables = torch.zeros((pages, max_rows, -(-max_len // block_size)), dtype=torch.int32, device=device)
+        self.slots = torch.full((pages, max_tokens), waste_slot, dtype=torch.int64, device=device)
+
+    def fill(self, table: torch.Tensor, slots: torch.Tensor) -> None:
+        """table [pages_per_block, rows, max_blocks], slots [pages_per_block, tokens]."""
+        pages, rows, width = len(self.tables), table.shape[1], min(table.shape[2], self.tables.shape[2])
+        self.tables[:, :rows, :width].copy_(table[:pages, :, :width])
+        self.slots[:, : slots.shape[1]].copy_(slots[:pages])
 
 
 class FlashStep:
     """Inputs of a step that all layers read: buffers with fixed addresses, and on the host the number of rows of each call."""
 
-    def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, max_len: int, caches: Sequence[LayerCache], device: torch.device) -> None:
+        """`caches`: of all layers."""
+
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self.table, self.lens = zeros(max_rows, max_blocks), zeros(max_rows)
-        self.slots = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        by_group = {cache.group: [other for other in caches if other.group == cache.group] for cache in caches}
+        self.groups = {group: FlashGroup(max_rows, max_tokens, max_len, members, device) for group, members in by_group.items()}
+        self.lens, self._max_tokens = zeros(max_rows), max_tokens
         self._query_starts, self._kv_starts = zeros(max_rows + 1), zeros(max_rows + 1)
         self.decodes = 0  # rows, and tokens: the first of the step
         self.num_tokens = 0  # computed by any call
         self.ragged: Ragged | None = None  # the rows after the decodes
         self.ragged_rows = slice(0)
 
-    def fill(self, batch: AttentionBatch, waste_slot: int) -> None:
-        rows, tokens = len(batch.kv_lens), len(batch.slots)
-        if rows > len(self.lens) or tokens > len(self.slots):
+    def fill(self, batch: AttentionBatch) -> None:
+        rows, tokens = len(batch.kv_lens), batch.slots[0].shape[1]
+        if rows > len(self.lens) or tokens > self._max_tokens:
             raise DovetailError(
                 f"attention backend 'flash_attn': a step of {rows} rows and {tokens} tokens, but prepare() made room for "
-                f"{len(self.lens)} and {len(self.slots)}"
+                f"{len(self.lens)} and {self._max_tokens}"
             )
-        width = min(batch.block_table.shape[1], self.table.shape[1])
-        self.table[:rows, :width].copy_(batch.block_table[:, :width])
+        for index, group in self.groups.items():
+            group.fill(batch.block_tables[index], batch.slots[index])
         self.lens[:rows].copy_(batch.kv_lens)
         self.lens[batch.num_rows : rows] = 0  # so that no kernel reads the table of a padding row
-        self.slots[: batch.num_tokens].copy_(batch.slots[: batch.num_tokens])
-        self.slots[batch.num_tokens : tokens] = waste_slot
         longer = np.flatnonzero(batch.host_query_lens[: batch.num_rows] != 1)
         self.ragged = None
         if not len(longer):
@@ -134,20 +159,24 @@ class FlashLayer(AttentionLayer):
 
     def __init__(self, spec: LayerSpec, backend: FlashAttention) -> None:
         self.spec, self._backend = spec, backend
-        self._kv = self._k = self._v = torch.empty(0)
+        self._k = self._v = torch.empty(0)
 
-    def allocate(self, num_blocks: int) -> None:
-        self._kv = self._k = self._v = torch.empty(0)  # release the old memory before allocating new
-        shape = (2, num_blocks + 1, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
-        # FlashAttention 3 reads unwritten slots with a weight of 0: their content must not be NaN or infinite.
-        self._kv = torch.zeros(shape, dtype=self._backend.dtype, device=self._backend.device)
-        self._k, self._v = self._kv.transpose(2, 3)  # [num_blocks + 1, block_size, kv_heads, head_size] each
+    def bind(self, cache: LayerCache) -> None:
+        self.cache = cache
+        shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
+        own = pages_of(cache, self.spec, self._backend.dtype, shape)
+        self._k, self._v = (of_pages.transpose(1, 2) for of_pages in own)  # [num_pages + 1, block_size, kv_heads, head_size] each
 
     def cache_for_fused_write(self) -> FusedCache:
-        return FusedCache(self._k, self._v, self._backend.planned.slots)
+        return FusedCache(self._k, self._v, self._slots)
+
+    @property
+    def _slots(self) -> torch.Tensor:
+        cache = cache_of(self)
+        return self._backend.planned.groups[cache.group].slots[cache.page]
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        slots, block_size = self._backend.planned.slots[: len(k)], self._backend.context.block_size
+        slots, block_size = self._slots[: len(k)], self._k.shape[1]
         places = slots // block_size, slots % block_size
         for cache, new in zip((self._k, self._v), (k, v), strict=True):
             if new is not None:
@@ -166,8 +195,5 @@ class FlashLayer(AttentionLayer):
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(q)
 
     def _rows(self, step: FlashStep, rows: slice) -> Paged:
-        return Paged(self._k, self._v, step.table[rows], step.lens[rows])
-
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for i in range(len(src)):
-            self._kv.index_copy_(1, dst[i : i + 1], self._kv.index_select(1, src[i : i + 1]))
+        cache = cache_of(self)
+        return Paged(self._k, self._v, step.groups[cache.group].tables[cache.page, rows], step.lens[rows])

@@ -62,11 +62,6 @@ def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
     return layer.sinks
 
 
-def cache_bytes(spec: LayerSpec, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of K and V of `tokens` tokens in a layer's cache."""
-    return (1 if spec.v_in_k else 2) * tokens * spec.kv_heads * spec.head_size * dtype.itemsize
-
-
 def _power_of_two(least: int) -> int:
     """Return the smallest power of two that is at least this."""
     return 1 << (least - 1).bit_length()

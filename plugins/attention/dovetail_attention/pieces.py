@@ -2,7 +2,7 @@
 
 A *piece* is what one scaled dot product computes, over K and V gathered through the block table:
 
-- *decodes*: rows of one query each, of similar length. Their keys are gathered into [rows, longest]; what is missing is the null slot, masked.
+- *decodes*: rows of one query each, of similar length. Their keys are gathered into [rows, longest]; shorter rows repeat their last token, masked.
 - *fresh prefills*: rows that begin at token 0, of similar length, causal. A query sees only keys at its left, so nothing needs a mask: the
   filling lies at the right.
 - *chunks*: up to `CHUNK` queries of one row that has tokens before them or a window. The mask is a part of one band matrix.
@@ -28,6 +28,7 @@ from dovetail.runtime.transfer import to_device
 from dovetail_attention.bags import Bags, bags_work, make_bags
 from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.scaled import as_bytes
+from dovetail_attention.units import Units
 
 MAX_PIECE_BYTES = 2 << 20  # of gathered K, for more than one row
 MAX_FILL_BYTES = 128 << 10  # of padding in K
@@ -44,7 +45,7 @@ class Piece:
     queries_per_row: int
     keys_per_row: int
     queries: Where  # [rows * queries_per_row] tokens of the batch
-    keys: Where  # [rows * keys_per_row] slots
+    keys: Where  # [rows * keys_per_row] entries of the caches
     mask: torch.Tensor | None = None  # added to the scores, broadcast to [rows, heads, queries, keys]
     causal: bool = False  # a query sees the keys up to its own position in its row
     real: torch.Tensor | None = None  # which queries aren't padding; None: all
@@ -52,7 +53,7 @@ class Piece:
     def attend(
         self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> None:
-        """k, v [slots, kv_heads, their size]: the caches, perhaps of a smaller dtype; q [tokens, heads, head_size]. Writes `out` [tokens, heads,
+        """k, v [entries, kv_heads, their size]: the caches, perhaps of a smaller dtype; q [tokens, heads, head_size]. Writes `out` [tokens, heads,
         out_size] at its own queries. sinks: [heads] float32."""
         shape = (self.rows, self.keys_per_row, spec.kv_heads, -1)
         k, v = (_take_numbers(cache, self.keys, q.dtype).view(shape).transpose(1, 2) for cache in (k, v))  # [rows, kv_heads, keys, size]
@@ -122,39 +123,41 @@ class BandMask:
         return part.clone() if part.is_cuda else part  # torch's kernels there read 16 bytes at once, from where such numbers may begin
 
 
+Kind = tuple[LayerShape, Units]  # layers that are alike in both share a plan
+
+
 @dataclass(slots=True)
 class Planner:
-    """Splits a batch into parts, for each shape of layer in the model."""
+    """Splits a batch into parts, for each kind of layer in the model."""
 
-    block_size: int
     bytes_per_token: int  # of K, in the widest layer
     masks: Mapping[int | None, BandMask]  # of each window
-    shapes: Sequence[LayerShape]
+    kinds: Sequence[Kind]
     use_bags: bool
 
     @classmethod
-    def of(cls, layers: Sequence[LayerSpec], block_size: int, max_len: int, dtype: torch.dtype, device: torch.device) -> Planner:
+    def of(cls, layers: Sequence[tuple[LayerSpec, Units]], max_len: int, dtype: torch.dtype, device: torch.device) -> Planner:
         """Create a planner for these layers and sequences of at most `max_len` tokens."""
         return cls(
-            block_size,
-            max((spec.kv_heads * spec.head_size * dtype.itemsize for spec in layers), default=1),
-            {window: BandMask(max_len, window, dtype, device) for window in dict.fromkeys(spec.window for spec in layers)},
-            tuple(dict.fromkeys(LayerShape.of(spec) for spec in layers)),
+            max((spec.kv_heads * spec.head_size * dtype.itemsize for spec, _ in layers), default=1),
+            {window: BandMask(max_len, window, dtype, device) for window in dict.fromkeys(spec.window for spec, _ in layers)},
+            tuple(dict.fromkeys((LayerShape.of(spec), units) for spec, units in layers)),
             device.type == "cpu" and dtype == torch.float32 and bags_work(),
         )
 
-    def plan(self, batch: AttentionBatch, null_slot: int) -> dict[LayerShape, list[Piece | Bags]]:
-        return {shape: _BatchCutter(self, batch, shape, null_slot).cut() for shape in self.shapes}
+    def plan(self, batch: AttentionBatch) -> dict[Kind, list[Piece | Bags]]:
+        return {kind: _BatchCutter(self, batch, *kind).cut() for kind in self.kinds}
 
 
 class _BatchCutter:
-    """Splits one batch for layers of one shape."""
+    """Splits one batch for layers of one kind."""
 
-    def __init__(self, planner: Planner, batch: AttentionBatch, shape: LayerShape, null_slot: int) -> None:
-        self.planner, self.batch, self.shape, self.null_slot = planner, batch, shape, null_slot
+    def __init__(self, planner: Planner, batch: AttentionBatch, shape: LayerShape, units: Units) -> None:
+        self.planner, self.batch, self.shape, self.units = planner, batch, shape, units
         self.mask = planner.masks[shape.window]
-        self.use_bags = planner.use_bags and not shape.latent  # latent layers have no separate V
-        self.device = batch.slots.device
+        self.use_bags = planner.use_bags and not shape.latent and units.of_token == 1  # latent layers have no separate V
+        self.table = batch.block_tables[units.group][units.page]  # [rows, max_blocks]
+        self.device = self.table.device
         self.queries = batch.host_query_lens.astype(np.int64)
         self.lens = batch.host_kv_lens.astype(np.int64)
         self.first_query = np.cumsum(self.queries) - self.queries  # of each row, in the batch
@@ -181,13 +184,13 @@ class _BatchCutter:
         return [self._similar_decodes(group) for group in self._similar(rows, self.shape.window)]
 
     def _bags(self, rows: NDArray[np.int64]) -> Bags:
-        size, table, ends = self.planner.block_size, self.batch.block_table.numpy(), self.lens[rows]
+        units, table, ends = self.units, self.table.numpy(), self.lens[rows]
         lens = ends if self.shape.window is None else np.minimum(ends, self.shape.window)
         skipped = np.cumsum(lens) - ends  # so that position = index in the whole - skipped
         positions = np.arange(lens.sum()) - np.repeat(skipped, lens)
-        blocks = table.ravel()[np.repeat(rows * table.shape[1], lens) + positions // size]
-        slots = blocks.astype(np.int64) * size + positions % size
-        return make_bags(self.first_query[rows], slots, lens, self.shape.heads, self.shape.kv_heads, self.null_slot + 2)
+        blocks = table.ravel()[np.repeat(rows * table.shape[1], lens) + positions // units.block_size]
+        entries = blocks.astype(np.int64) * units.of_page + positions % units.block_size
+        return make_bags(self.first_query[rows], entries, lens, self.shape.heads, self.shape.kv_heads, units.entries)
 
     def _similar(self, rows: NDArray[np.int64], window: int | None) -> list[NDArray[np.int64]]:
         """`rows` in groups of similar length: see the two constants at the top."""
@@ -231,20 +234,17 @@ class _BatchCutter:
         return pieces
 
     def _slots(self, rows: NDArray[np.int64], starts: NDArray[np.int64], lens: NDArray[np.int64], longest: int) -> tuple[Where, torch.Tensor | None]:
-        """Slots of tokens [start, start + len) of each row, [rows * longest], filled with the null slot; and which are real,
-        [rows, longest], None: all."""
-        size = self.planner.block_size
-        positions = self._to_device(starts)[:, None] + torch.arange(longest, device=self.device)  # [rows, longest]
+        """Entries of tokens [start, start + len) of each row, [rows * longest], filled up with the row's last; and which are real, [rows, longest],
+        None: all. No other block of a row is looked up, and no other token read: they may hold anything, NaN too."""
         last = self._to_device(starts + lens - 1)[:, None]
-        block = torch.minimum(positions, last) // size
-        blocks = self.batch.block_table.index_select(0, self._to_device(rows)).gather(1, block)  # never an entry past a row's blocks
-        slots = blocks * size + positions % size
+        positions = self._to_device(starts)[:, None] + torch.arange(longest, device=self.device)  # [rows, longest]
+        filled = torch.minimum(positions, last)
+        size = self.units.block_size
+        pages = self.table.index_select(0, self._to_device(rows)).gather(1, filled // size)
+        entries = self.units.of_slots(pages * size + filled % size)
         if len(rows) == 1:
-            return self._as_slice(slots[0]), None
-        if bool((lens == longest).all()):
-            return slots.flatten(), None
-        seen = positions <= last
-        return torch.where(seen, slots, self.null_slot).flatten(), seen
+            return self._as_slice(entries[0]), None
+        return entries.flatten(), None if bool((lens == longest).all()) else positions <= last
 
     def _as_slice(self, slots: torch.Tensor) -> Where:
         """Return a slice for a row with contiguous blocks, to read in place. Not on a GPU, where checking would synchronize."""

@@ -7,7 +7,7 @@ A CUDA graph may be captured of a step whose rows have one query token each, and
 of a step planned with `mixed_graph`, whose grids are as large as any step of as many tokens needs. It serves steps with or without a shared prefix if
 the captured step had one, without if it had none.
 
-      cache of a layer    [num_blocks, kv_heads, block_size, head_size], K and V apart; K alone if V is in it
+      a page of a layer    [kv_heads, block_size, head_size], K and V apart; K alone if V is in it
 """
 
 from __future__ import annotations
@@ -22,21 +22,30 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    FusedCache,
+    LayerCache,
+    LayerSpec,
+)
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import runs_kernels, works
 from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
-from dovetail_attention.layer_shape import LayerShape, cache_bytes, sinks_of
+from dovetail_attention.layer_shape import LayerShape, sinks_of
+from dovetail_attention.memory import cache_of, pages_of, tensor_bytes
 from dovetail_attention.scaled import CACHE_DTYPES, as_bytes
 from dovetail_attention.triton_schedule import TILE_NUMBERS
-from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Limits, Schedule, StepBuffers
+from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, LayerKind, Limits, Schedule, StepBuffers
 from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings, tilings_for
 
 LOG2_E = math.log2(math.e)
-COPY_WIDTH = 2048
 MERGE_NUMBERS = 4096  # numbers of partial results that a program merges at once
 LEAST_M = 16  # queries of a tile for the tensor cores
 LEAST_OF_FP8 = 32  # minimum head size: matrix units need 16, and kernels read FP8 in pairs
@@ -47,17 +56,18 @@ LOADS_APART = "prefill with separate warps for loading"
 
 
 class TritonAttention(AttentionBackend):
-    """Creates layers, and owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
+    """Creates layers, and owns the buffers of a step. `tilings` may be replaced before `prepare`."""
 
     capabilities = AttentionCapabilities(
         devices=("cuda",),
-        head_sizes=tuple(range(8, 257, 8)),
+        head_sizes=(*range(8, 257, 8), 512),
         cuda_graph="mixed",
         shared_prefix=True,
         cache_dtypes=CACHE_DTYPES,
         sinks=True,
         softcap=True,
         v_in_k=True,
+        groups=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
@@ -107,21 +117,16 @@ class TritonAttention(AttentionBackend):
         self._layers.append(layer)
         return layer
 
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        return cache_bytes(spec, self.context.block_size, self.cache_dtype)
-
-    def allocate(self, num_blocks: int) -> None:
-        for layer in self._layers:
-            layer.allocate(num_blocks)
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return tensor_bytes(spec, block_size, self.cache_dtype)
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        size = self.context.block_size
-        limits = Limits(max_rows, max_tokens, -(-max_len // size), size, self.dtype, self.cache_dtype, self.device, self.processors, self.tilings)
-        shapes = {LayerShape.of(layer.spec) for layer in self._layers}
-        if self.tilings == HOPPER and not is_compiling_ahead() and not all(_loads_apart_well(shape, limits) for shape in shapes):
+        limits = Limits(max_rows, max_tokens, max_len, self.dtype, self.cache_dtype, self.device, self.processors, self.tilings)
+        caches, kinds = [cache_of(layer) for layer in self._layers], {layer.kind for layer in self._layers}
+        if self.tilings == HOPPER and not is_compiling_ahead() and not all(_loads_apart_well(kind, limits) for kind in kinds):
             self.tilings = CUDA
             limits = replace(limits, tilings=CUDA)
-        self.step = StepBuffers(limits, shapes)
+        self.step = StepBuffers(limits, kinds, caches)
 
     def plan(self, batch: AttentionBatch) -> None:
         self.planned.fill(batch)
@@ -129,16 +134,14 @@ class TritonAttention(AttentionBackend):
     @property
     def planned(self) -> StepBuffers:
         if self.step is None:
-            raise DovetailError("attention backend 'triton': plan() was called before allocate() and prepare()")
+            raise DovetailError("attention backend 'triton': plan() was called before prepare()")
         return self.step
-
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for layer in self._layers:
-            layer.copy_blocks(src, dst)
 
 
 class TritonLayer(AttentionLayer):
     """Cache of one layer, and the kernels over it."""
+
+    kind: LayerKind  # the key of its schedule, set by `bind`
 
     def __init__(self, spec: LayerSpec, backend: TritonAttention) -> None:
         self.spec, self._backend = spec, backend
@@ -149,16 +152,20 @@ class TritonLayer(AttentionLayer):
         self._padded_rest = max(self._shape.padded_rest, least) if self._shape.rest else 0
         self._described: list[Any] | None = None  # descriptors of K and V for the tensor memory accelerator
 
-    def allocate(self, num_blocks: int) -> None:
-        self._k = self._v = torch.empty(0)  # release the old memory before allocating new
-        shape = (num_blocks, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
-        self._k = torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device)
-        self._v = self._k if self.spec.v_in_k else torch.empty_like(self._k)
+    def bind(self, cache: LayerCache) -> None:
+        self.cache, self._place = cache, (cache.group, cache.page)
+        shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
+        own = pages_of(cache, self.spec, self._backend.cache_dtype, shape)  # [num_pages + 1, kv_heads, block_size, head_size]
+        self._k, self._v = own[0], own[-1]
+        page_stride, head_stride, token_stride, _ = self._k.stride()
+        if self._backend.cache_dtype.itemsize == 1 and page_stride % 2:
+            raise DovetailError(f"attention layer {self.spec.index}: a page has {page_stride} bytes, and FP8 is read in pairs")
+        rows, rest = divmod(page_stride, self.spec.head_size)
+        self.kind = LayerKind(self._shape, cache.block_size, 0 if rest else rows)
         self._described = None
-        block_stride, head_stride, token_stride, _ = self._k.stride()
         self._paging: dict[str, Any] = {
-            "BLOCK_SIZE": self._backend.context.block_size,
-            "BLOCK_STRIDE": block_stride,
+            "BLOCK_SIZE": cache.block_size,
+            "BLOCK_STRIDE": page_stride,
             "TOKEN_STRIDE": token_stride,
             "HEAD_STRIDE": 0 if self.spec.v_in_k else head_stride,  # groups of a latent layer read the same K
         }
@@ -166,7 +173,7 @@ class TritonLayer(AttentionLayer):
     def cache_for_fused_write(self) -> FusedCache | None:
         if self.spec.v_in_k:
             return None
-        return FusedCache(self._k.transpose(1, 2), self._v.transpose(1, 2), self._backend.planned.slots, self.kv_scales)
+        return FusedCache(self._k.transpose(1, 2), self._v.transpose(1, 2), self._slots, self.kv_scales)
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if len(k) == 0:
@@ -179,7 +186,7 @@ class TritonLayer(AttentionLayer):
             v,
             as_bytes(self._k),
             as_bytes(self._v),
-            self._backend.planned.slots,
+            self._slots,
             *self._scales,
             len(k),
             K_TOKEN_STRIDE=k.stride(0),
@@ -195,7 +202,7 @@ class TritonLayer(AttentionLayer):
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         step = self._backend.planned
-        schedule = step.schedules[self._shape]
+        schedule = step.schedules[self.kind]
         q = _heads_together(q)
         out = q.new_empty(*q.shape[:2], self.spec.out_size)
         if schedule.zero_from is not None:
@@ -206,18 +213,15 @@ class TritonLayer(AttentionLayer):
             self._prefill(q, out, step, schedule)
         return out
 
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        block = self._paging["BLOCK_STRIDE"]
-        if len(src):
-            launch(triton_cache.copy_in_order, (-(-block // COPY_WIDTH),))(
-                as_bytes(self._k), as_bytes(self._v), src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH, LATENT=self.spec.v_in_k
-            )
+    @property
+    def _slots(self) -> torch.Tensor:
+        return self._backend.planned.slots[self._place]
 
     @property
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales of K and V, or unused tensors without any."""
         scales = self.kv_scales
-        return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.k if self.spec.v_in_k else scales.v)
+        return (self._slots,) * 2 if scales is None else (scales.k, scales.k if self.spec.v_in_k else scales.v)
 
     def _constants(self, q: torch.Tensor) -> dict[str, Any]:
         softcap = self.spec.softcap
@@ -248,7 +252,7 @@ class TritonLayer(AttentionLayer):
     def _sinks(self) -> torch.Tensor:
         """Return the sinks, or an unused tensor without any."""
         sinks = sinks_of(self)
-        return self._backend.planned.slots if sinks is None else sinks
+        return self._slots if sinks is None else sinks
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
         tables, tiling = schedule.tables, schedule.decode_tiling
@@ -270,7 +274,7 @@ class TritonLayer(AttentionLayer):
         if prefixed:
             tiles = -(-schedule.decodes * self._shape.group // schedule.prefix_queries)
             launch(triton_decode.attend_prefix, (self._shape.kv_heads, tiles, PREFIX_PARTS))(
-                q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
+                q, self._k, self._v, step.tables[self._place], M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
             )
         merged = max(1, MERGE_NUMBERS // (self._shape.padded_group * self._padded_size))
         launch(triton_decode.decode_shares, (self._shape.kv_heads, tables.shares))(
@@ -278,13 +282,13 @@ class TritonLayer(AttentionLayer):
             out,
             self._k,
             self._v,
-            step.table,
+            step.tables[self._place],
             schedule.decode,
             segments=schedule.segments,
             arrived=schedule.arrived,
             sinks=self._sinks,
             SINKS=self.spec.sinks,
-            TABLE_STRIDE=step.limits.blocks,
+            TABLE_STRIDE=step.limits.blocks(self.kind.block_size),
             M=max(LEAST_M if step.limits.on_matrix_units else 1, self._shape.padded_group),
             PREFIXED=prefixed,
             MERGED=merged,
@@ -305,12 +309,12 @@ class TritonLayer(AttentionLayer):
             out,
             self._k,
             self._v,
-            step.table,
+            step.tables[self._place],
             schedule.tiles,
             *self._scales,
             self._sinks,
             SINKS=self.spec.sinks,
-            TABLE_STRIDE=step.limits.blocks,
+            TABLE_STRIDE=step.limits.blocks(self.kind.block_size),
             M=tiling.queries,
             N=tiling.keys,
             WINDOW=self.spec.window or 0,
@@ -325,20 +329,19 @@ class TritonLayer(AttentionLayer):
         from dovetail_attention import triton_prefill_hopper
 
         if self._described is None:
-            self._described = [triton_prefill_hopper.describe(cache_of, tiling.keys) for cache_of in (self._k, self._v)]
+            self._described = [triton_prefill_hopper.describe(cache_of, self.kind.block_size, tiling.keys) for cache_of in (self._k, self._v)]
         triton_prefill_hopper.attend(
             q,
             out,
             self._described,
-            step.table,
+            step.tables[self._place],
             schedule.tiles,
             schedule.num_tiles,
             schedule.tile_parts,
             self._scale,
             self.kv_scales,
             sinks_of(self),
-            kv_heads=self.spec.kv_heads,
-            block_size=self._backend.context.block_size,
+            kind=self.kind,
             tiling=tiling,
         )
 
@@ -350,16 +353,16 @@ def _can_load_apart() -> bool:
 
 
 @cache
-def _loads_apart_well(shape: LayerShape, limits: Limits) -> bool:
+def _loads_apart_well(kind: LayerKind, limits: Limits) -> bool:
     """Return True if `triton_prefill_hopper` computes such layers correctly, or isn't used for them."""
-    tiling = limits.tilings.prefill(limits.shape_of(shape))
+    tiling = limits.tilings.prefill(limits.shape_of(kind))
     if not tiling.loads_apart:
         return True
 
     def check() -> None:
         from dovetail_attention import triton_prefill_hopper
 
-        triton_prefill_hopper.check(shape, limits, tiling)
+        triton_prefill_hopper.check(kind, limits, tiling)
 
     return works(LOADS_APART, check)
 

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Kernels that write to the paged cache of the `triton` backend: a step's K and V, and copies of whole blocks."""
+"""Kernel that writes a step's K and V to the paged cache of the `triton` backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scatter(
     v,
     k_cache,
     v_cache,
-    slots,  # [tokens] int64; -1: not stored
+    slots,  # [tokens] int64
     k_scale,  # [] float32
     v_scale,
     num_tokens,
@@ -48,19 +48,3 @@ def scatter(
         if SCALED:
             new_v = scaled_codes(new_v.to(tl.float32), tl.load(v_scale))
         tl.store(v_cache + place, new_v, mask=mask)
-
-
-@triton.jit(do_not_specialize=["count"])
-def copy_in_order(k_cache, v_cache, src, dst, count, BLOCK_STRIDE: tl.constexpr, N: tl.constexpr, LATENT: tl.constexpr):
-    """Copy N numbers of each block, pair after pair: the program that writes a place also reads it later, which preserves the order."""
-    i = tl.program_id(0) * N + tl.arange(0, N)
-    mask = i < BLOCK_STRIDE
-    for pair in range(count):
-        source = tl.load(src + pair) * BLOCK_STRIDE + i
-        target = tl.load(dst + pair) * BLOCK_STRIDE + i
-        k = tl.load(k_cache + source, mask=mask)
-        tl.store(k_cache + target, k, mask=mask)
-        if not LATENT:
-            v = tl.load(v_cache + source, mask=mask)
-            tl.store(v_cache + target, v, mask=mask)
-        tl.debug_barrier()  # loads and stores may be distributed differently over threads

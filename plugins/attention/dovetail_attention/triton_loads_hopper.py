@@ -26,7 +26,7 @@ def load(
     kv_head,
     first_step,
     end,
-    KV_HEADS: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,  # rows of K from one page to the next
     D: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -34,16 +34,15 @@ def load(
 ):
     k, v, k_there, v_there, k_free, v_free = ring
     head = kv_head * BLOCK_SIZE
-    stride: gl.constexpr = KV_HEADS * BLOCK_SIZE
     last = (end - 1) // BLOCK_SIZE
     for step in range(gl.cdiv(end, N) - first_step):
         stage = step % STAGES
         again = (step // STAGES & 1) ^ 1
         token = (first_step + step) * N
         mbarrier.wait(k_free.index(stage), again)
-        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
+        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, token, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
         mbarrier.wait(v_free.index(stage), again)
-        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
+        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, token, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
 
 
 @gluon.jit
@@ -54,7 +53,7 @@ def load_small(
     kv_head,
     first_step,
     end,
-    KV_HEADS: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
     D: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
@@ -64,12 +63,11 @@ def load_small(
     k_cache, v_cache, small, small_there = loads
     k, v, k_there, v_there, k_free, v_free = ring
     head = kv_head * BLOCK_SIZE
-    stride: gl.constexpr = KV_HEADS * BLOCK_SIZE
     last = (end - 1) // BLOCK_SIZE
     steps = gl.cdiv(end, N) - first_step
     first = first_step * N
-    _load_keys(k_cache, small, small_there.index(0), 0, table_row, first, last, head, stride, D, N, BLOCK_SIZE)
-    _load_keys(v_cache, small, small_there.index(1), 1, table_row, first, last, head, stride, D, N, BLOCK_SIZE)
+    _load_keys(k_cache, small, small_there.index(0), 0, table_row, first, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
+    _load_keys(v_cache, small, small_there.index(1), 1, table_row, first, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
     for step in range(steps):
         stage = step % STAGES
         again = (step // STAGES & 1) ^ 1
@@ -78,13 +76,13 @@ def load_small(
         mbarrier.wait(k_free.index(stage), again)
         _widen(small, 0, k, stage, D, N)
         if step + 1 < steps:
-            _load_keys(k_cache, small, small_there.index(0), 0, table_row, following, last, head, stride, D, N, BLOCK_SIZE)
+            _load_keys(k_cache, small, small_there.index(0), 0, table_row, following, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
         mbarrier.arrive(k_there.index(stage), count=1)
         mbarrier.wait(small_there.index(1), step & 1)
         mbarrier.wait(v_free.index(stage), again)
         _widen(small, 1, v, stage, D, N)
         if step + 1 < steps:
-            _load_keys(v_cache, small, small_there.index(1), 1, table_row, following, last, head, stride, D, N, BLOCK_SIZE)
+            _load_keys(v_cache, small, small_there.index(1), 1, table_row, following, last, head, PAGE_ROWS, D, N, BLOCK_SIZE)
         mbarrier.arrive(v_there.index(stage), count=1)
 
 
@@ -103,7 +101,7 @@ def _widen(small, which: gl.constexpr, keys, stage, D: gl.constexpr, N: gl.const
 
 @gluon.jit
 def _load_keys(
-    cache_of, keys, there, stage, table_row, first, last, head, stride: gl.constexpr, D: gl.constexpr, N: gl.constexpr, BLOCK_SIZE: gl.constexpr
+    cache_of, keys, there, stage, table_row, first, last, head, PAGE_ROWS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, BLOCK_SIZE: gl.constexpr
 ):  # fmt: skip
     """Load N tokens from `first` on; past the row's last block, that block is repeated."""
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
@@ -111,7 +109,7 @@ def _load_keys(
     mbarrier.expect(there, PANELS * N * PANEL * (keys.dtype.primitive_bitwidth // 8))
     for i in gl.static_range(N // AT_ONCE):
         token = first + i * AT_ONCE
-        row = gl.load(table_row + gl.minimum(token // BLOCK_SIZE, last)) * stride + head + token % BLOCK_SIZE
+        row = gl.load(table_row + gl.minimum(token // BLOCK_SIZE, last)) * PAGE_ROWS + head + token % BLOCK_SIZE
         for panel in gl.static_range(PANELS):
             piece = keys.index(stage * PANELS + panel).slice(i * AT_ONCE, AT_ONCE)
             tma.async_copy_global_to_shared(cache_of, [row, panel * PANEL], there, piece)

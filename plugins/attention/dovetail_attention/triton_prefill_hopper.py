@@ -31,11 +31,10 @@ from dovetail.api.attention import KVScales
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.described import in_tiles
 from dovetail.nn.kernels.launch import launch
-from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.scaled import as_bytes
 from dovetail_attention.triton_loads_hopper import PANEL, load, load_small
 from dovetail_attention.triton_schedule import TILE_NUMBERS, Split, StepRows, prefill_tiles
-from dovetail_attention.triton_step import Limits, TileParts
+from dovetail_attention.triton_step import LayerKind, Limits, TileParts
 from dovetail_attention.triton_tuning import PrefillTiling
 
 CLOSE = 2e-2  # of numbers of about 1/5
@@ -54,7 +53,7 @@ LARGEST = gl.constexpr(65504.0)  # of float16
 def prefill_hopper(
     q,
     out,
-    k_cache,  # descriptor of [num_blocks * kv_heads * BLOCK_SIZE, D], in pieces of [BLOCK_SIZE or N, PANEL]
+    k_cache,  # descriptor of [pages * PAGE_ROWS, D], of which a page's first rows are [kv_heads, BLOCK_SIZE], in pieces of [BLOCK_SIZE or N, PANEL]
     v_cache,  # likewise
     table,  # [rows, TABLE_STRIDE] int32
     tiles,  # [tiles, RECORD] int32, of `triton_schedule.prefill_tiles`; some may have no queries
@@ -73,6 +72,7 @@ def prefill_hopper(
     N: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
     RECORD: gl.constexpr,
     SCALED: gl.constexpr,  # K and V are FP8
     SINKS: gl.constexpr,
@@ -162,7 +162,7 @@ def prefill_hopper(
                         BLOCK_SIZE,
                     ),
                 ),
-                (load_small, (loads, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (load_small, (loads, ring, table_row, kv_head, first_step, end, PAGE_ROWS, D, N, STAGES, BLOCK_SIZE)),
             ],
             [4, 4],
             [COMPUTING_BESIDE_WIDENING, WIDENING_REGISTERS],
@@ -198,7 +198,7 @@ def prefill_hopper(
                         BLOCK_SIZE,
                     ),
                 ),
-                (load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, PAGE_ROWS, D, N, STAGES, BLOCK_SIZE)),
             ],
             [4, 1],
             [COMPUTING_REGISTERS, LOADING_REGISTERS],
@@ -384,10 +384,12 @@ def _merge(partial, partial_lse, first, apart: gl.constexpr, count, layout: gl.c
     return left / gl.expand_dims(total, 1), right / gl.expand_dims(total, 1)
 
 
-def describe(cache_of: torch.Tensor, keys: int) -> TensorDescriptor:
-    """Describe K or V of a layer, [num_blocks, kv_heads, block_size, head_size] contiguous, for steps of `keys` keys."""
-    *_, block_size, size = cache_of.shape
-    return in_tiles(cache_of.view(-1, size), min(block_size, keys), PANEL.value)
+def describe(pages: torch.Tensor, block_size: int, keys: int) -> TensorDescriptor:
+    """Describe K or V of a layer, [pages, kv_heads, block_size, head_size] of which each page is contiguous, and whole rows of `head_size` numbers
+    from the next, for steps of `keys` keys."""
+    size = pages.shape[-1]
+    rows = pages.as_strided((len(pages) * pages.stride(0) // size, size), (size, 1))
+    return in_tiles(rows, min(block_size, keys), PANEL.value)
 
 
 def attend(
@@ -402,13 +404,13 @@ def attend(
     scales: KVScales | None = None,
     sinks: torch.Tensor | None = None,
     *,
-    kv_heads: int,
-    block_size: int,
+    kind: LayerKind,
     tiling: PrefillTiling,
 ) -> None:
     """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V `describe`d; with `scales` they
     are FP8; sinks [heads]; the rest as for `prefill_hopper`."""
     _, heads, size = q.shape
+    kv_heads = kind.shape.kv_heads
     launch(prefill_hopper, (kv_heads, num_tiles))(
         q,
         out,
@@ -428,7 +430,8 @@ def attend(
         D=size,
         N=tiling.keys,
         STAGES=tiling.stages,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=kind.block_size,
+        PAGE_ROWS=kind.page_rows,
         RECORD=TILE_NUMBERS,
         SCALED=scales is not None,
         SINKS=sinks is not None,
@@ -436,29 +439,35 @@ def attend(
     )
 
 
-def check(shape: LayerShape, limits: Limits, tiling: PrefillTiling) -> None:
+def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
     """Raise unless it computes correct values here: Gluon may change between versions of Triton. Launched like layers of that kind, so that the
     compiled kernel is reused."""
-    block_size, device, size, heads, kv_heads = limits.block_size, limits.device, shape.head_size, shape.heads, shape.kv_heads
-    kv_len = min(1250, limits.blocks * block_size - 1)
+    shape, block_size, page_rows = kind
+    device, size, heads, kv_heads = limits.device, shape.head_size, shape.heads, shape.kv_heads
+    columns = limits.blocks(block_size)
+    kv_len = min(1250, columns * block_size - 1)
     queries, blocks = min(70, kv_len), kv_len // block_size + 1
     generator = torch.Generator().manual_seed(0)
-    shapes = (queries, heads + 2 * kv_heads, size), (blocks, kv_heads, block_size, size), (blocks, kv_heads, block_size, size)
+    shapes = (queries, heads + 2 * kv_heads, size), (blocks, page_rows, size), (blocks, page_rows, size)
     qkv, k, v = (torch.randn(sizes, generator=generator).to(device, limits.dtype) for sizes in shapes)
-    q, table = qkv[:, :heads], torch.zeros((1, limits.blocks), dtype=torch.int32, device=device)
+    q, table = qkv[:, :heads], torch.zeros((1, columns), dtype=torch.int32, device=device)
     used = table[0, :blocks] = torch.randperm(blocks, generator=generator).to(table)
     scales = None if limits.cache_dtype == limits.dtype else KVScales(*(torch.tensor(number, device=device) for number in (0.5, 0.25)))
     k_factor, v_factor = (1.0, 1.0) if scales is None else (0.5, 0.25)
-    k, v = k.to(limits.cache_dtype), v.to(limits.cache_dtype)
+    k, v = (of_pages.to(limits.cache_dtype)[:, : kv_heads * block_size].view(blocks, kv_heads, block_size, size) for of_pages in (k, v))
     for cache_of in (k, v):
         as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(cache_of.new_tensor(torch.nan))  # unwritten
     rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
     tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
     parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)
     sinks = torch.linspace(-1, 3, heads).to(device, limits.dtype) if shape.sinks else None
-    out, scale, described = torch.empty(q.shape, dtype=q.dtype, device=device), size**-0.5, [describe(cache_of, tiling.keys) for cache_of in (k, v)]
+    out, scale, described = (
+        torch.empty(q.shape, dtype=q.dtype, device=device),
+        size**-0.5,
+        [describe(cache_of, block_size, tiling.keys) for cache_of in (k, v)],
+    )
     on_device, log2_scale = torch.from_numpy(tiles).to(device), scale * math.log2(math.e)
-    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, scales, sinks, kv_heads=kv_heads, block_size=block_size, tiling=tiling)
+    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, scales, sinks, kind=kind, tiling=tiling)
     wide_k, wide_v = (
         cache_of.float()[used].transpose(1, 2).flatten(0, 1)[:kv_len] * factor for cache_of, factor in ((k, k_factor), (v, v_factor))
     )  # [keys, kv_heads, size]

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionBatch
+from dovetail.api.attention import AttentionBatch, LayerCache
 from dovetail.errors import DovetailError
 from dovetail.runtime.transfer import Mirror
 from dovetail_attention.layer_shape import LayerShape
@@ -22,23 +24,34 @@ LEAST_TOGETHER = 16  # parts of a row that one program puts together
 LEVELS = 3  # groups of parts, groups of these, …: no row is cut into more than 16**3 parts
 
 
+class LayerKind(NamedTuple):
+    """Layers that share a schedule."""
+
+    shape: LayerShape
+    block_size: int  # tokens
+    page_rows: int  # distance of pages, in rows of a head's numbers; 0: not a whole number, so that no descriptor of tiles fits
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Maximum sizes, from `prepare`, and the device."""
 
     rows: int
     tokens: int
-    blocks: int  # of a row
-    block_size: int
+    length: int  # tokens of a row
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
     processors: int
     tilings: Tilings
 
-    def shape_of(self, layer: LayerShape) -> Shape:
+    def blocks(self, block_size: int) -> int:
+        """Return the blocks of a row."""
+        return -(-self.length // block_size)
+
+    def shape_of(self, kind: LayerKind) -> Shape:
         """Return the properties of a step that determine tilings."""
-        return Shape.of(layer, self.dtype, self.cache_dtype, self.block_size)
+        return Shape.of(kind.shape, self.dtype, self.cache_dtype, kind.block_size, in_tiles=kind.page_rows > 0)
 
     @property
     def on_matrix_units(self) -> bool:
@@ -46,25 +59,45 @@ class Limits:
         return self.tilings.matrix_units and self.dtype != torch.float32
 
 
-class StepBuffers:
-    """Inputs of a step, and a schedule for each kind of layer."""
+class GroupBuffers:
+    """Block tables and slots of a cache group, for each page of its blocks that a layer uses. Each page's begin at aligned addresses, for which
+    kernels are compiled."""
 
-    def __init__(self, limits: Limits, shapes: set[LayerShape]) -> None:
+    def __init__(self, limits: Limits, caches: Sequence[LayerCache]) -> None:
+        block_size, pages = caches[0].block_size, 1 + max(cache.page for cache in caches)
+        waste_slot = (len(caches[0].memory[0]) - 1) * block_size
+        rows, tokens = (size if pages == 1 else -(-size // 4) * 4 for size in (limits.rows, limits.tokens))
+        self.tables = torch.zeros((pages, rows, limits.blocks(block_size)), dtype=torch.int32, device=limits.device)
+        self.slots = torch.full((pages, tokens), waste_slot, dtype=torch.int64, device=limits.device)
+
+    def fill(self, table: torch.Tensor, slots: torch.Tensor) -> None:
+        """table [pages_per_block, rows, max_blocks], slots [pages_per_block, tokens]."""
+        pages, rows, width = len(self.tables), table.shape[1], min(table.shape[2], self.tables.shape[2])
+        self.tables[:, :rows, :width].copy_(table[:pages, :, :width])
+        self.slots[:, : slots.shape[1]].copy_(slots[:pages])
+
+
+class StepBuffers:
+    """Inputs of a step, and a schedule for each kind of layer. `caches`: of all layers."""
+
+    def __init__(self, limits: Limits, kinds: Iterable[LayerKind], caches: Sequence[LayerCache]) -> None:
         self.limits = limits
-        self.table = torch.zeros((limits.rows, limits.blocks), dtype=torch.int32, device=limits.device)
-        self.slots = torch.full((limits.tokens,), -1, dtype=torch.int64, device=limits.device)
-        self.schedules = {shape: Schedule(limits, shape) for shape in shapes}
+        by_group = {cache.group: [other for other in caches if other.group == cache.group] for cache in caches}
+        self._groups = {group: GroupBuffers(limits, members) for group, members in by_group.items()}
+        places = {(cache.group, cache.page) for cache in caches}
+        self.tables = {(group, page): self._groups[group].tables[page] for group, page in places}  # [rows, blocks] each
+        self.slots = {(group, page): self._groups[group].slots[page] for group, page in places}  # [tokens] each
+        self.schedules = {kind: Schedule(limits, kind) for kind in kinds}
 
     def fill(self, batch: AttentionBatch) -> None:
-        limits, rows, tokens = self.limits, len(batch.kv_lens), len(batch.slots)
+        limits, rows, tokens = self.limits, len(batch.kv_lens), batch.slots[0].shape[1]
         if rows > limits.rows or tokens > limits.tokens:
             raise DovetailError(
                 f"attention backend 'triton': a step of {rows} rows and {tokens} tokens, but prepare() made room for "
                 f"{limits.rows} and {limits.tokens}"
             )
-        width = min(batch.block_table.shape[1], limits.blocks)
-        self.table[:rows, :width].copy_(batch.block_table[:, :width])
-        self.slots[:tokens].copy_(batch.slots)
+        for group, buffers in self._groups.items():
+            buffers.fill(batch.block_tables[group], batch.slots[group])
         step_rows = StepRows.of(batch.host_query_lens[: batch.num_rows], batch.host_kv_lens[: batch.num_rows])
         for schedule in self.schedules.values():
             schedule.fill(step_rows, batch)
@@ -86,11 +119,11 @@ class TileParts:
 
 
 class Schedule:
-    """The work of each program in the layers of one shape, on the device; and how many programs that takes, on the host."""
+    """The work of each program in the layers of one kind, on the device; and how many programs that takes, on the host."""
 
-    def __init__(self, limits: Limits, shape: LayerShape) -> None:
-        self.limits, self.shape = limits, shape
-        tuned = limits.shape_of(shape)
+    def __init__(self, limits: Limits, kind: LayerKind) -> None:
+        self.limits, self.kind, self.shape = limits, kind, kind.shape
+        shape, tuned = kind.shape, limits.shape_of(kind)
         self.decode_tiling, self.prefill_tiling = limits.tilings.decode(tuned), limits.tilings.prefill(tuned)
         self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // shape.kv_heads), limits.rows)
         slots = self.tables.slots + PREFIX_PARTS * limits.rows
@@ -117,13 +150,13 @@ class Schedule:
     @property
     def prefix_queries(self) -> int:
         """Return the queries of a tile that attends to a shared prefix."""
-        return (32 if self.shape.latent else 64) if self.limits.on_matrix_units else 16
+        return (32 if self.shape.latent or self.shape.padded_size > 256 else 64) if self.limits.on_matrix_units else 16
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
         single = rows.queries == 1
         only_decodes = bool(single.all())
         decodes = rows if only_decodes else rows.where(single)
-        tokens = len(batch.slots)
+        tokens = batch.slots[0].shape[1]
         padding = tokens - batch.num_tokens
         self.mixed_graph = batch.mixed_graph
         if self.mixed_graph:
@@ -164,7 +197,7 @@ class Schedule:
         if not self.may_share or rows < 2:
             return Prefix()
         step = self.decode_tiling.keys
-        tokens = min(batch.shared_prefix_blocks * self.limits.block_size, int(decodes.lens.min()) - 1) // step * step
+        tokens = min(batch.shared_prefix_blocks * self.kind.block_size, int(decodes.lens.min()) - 1) // step * step
         if not tokens:
             return Prefix()
         tiles = self.shape.kv_heads * -(-rows * self.shape.group // self.prefix_queries)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, KVScales, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, KVScales, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail_attention.sdpa import TorchAttention
@@ -52,7 +52,8 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
         layer.bind_sinks(torch.linspace(-1, 3, spec.heads, device=device))
     if backend.context.cache_dtype is not None:
         layer.kv_scales = KVScales(*(torch.tensor(scale, device=device) for scale in SCALES))
-    backend.allocate(int(table.max()) + 1)
+    pages = int(table.max()) + 2  # one is waste
+    layer.bind(LayerCache(tuple(torch.zeros((pages, row), dtype=torch.uint8, device=device) for row in backend.tensor_bytes(spec, size)), size))
     backend.prepare(max_rows=3, max_tokens=sum(steps[0].queries), max_len=table.shape[1] * size)
     generator, outputs = torch.Generator().manual_seed(0), []
     for step in steps:
@@ -62,7 +63,7 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
         row = np.repeat(np.arange(3), queries)
         slots = table[row, position // size].astype(np.int64) * size + position % size
         at, seen, blocks, places = (torch.from_numpy(array).to(device) for array in (starts, lens, table, slots))
-        backend.plan(AttentionBatch(3, tokens, at, seen, blocks, places, queries, lens, step.shared_blocks))
+        backend.plan(AttentionBatch(3, tokens, at, seen, (blocks[None],), (places[None],), queries, lens, step.shared_blocks))
         qkv = torch.randn(tokens, spec.heads + 2 * spec.kv_heads, spec.head_size, generator=generator) * KV_SCALE
         qkv = qkv.to(device, getattr(torch, backend.context.dtype))
         q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)

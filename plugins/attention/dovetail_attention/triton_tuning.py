@@ -35,9 +35,10 @@ class Shape:
     cache_itemsize: int | None = None  # bytes of K and V in the cache, if different
     capped: bool = False  # scores have a softcap
     rest: int | None = None  # of a latent layer, numbers of K that aren't V, padded; None: K and V are apart
+    in_tiles: bool = True  # a descriptor of tiles fits the cache
 
     @classmethod
-    def of(cls, layer: LayerShape, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int) -> Shape:
+    def of(cls, layer: LayerShape, dtype: torch.dtype, cache_dtype: torch.dtype, block_size: int, *, in_tiles: bool = True) -> Shape:
         smaller = cache_dtype.itemsize if cache_dtype != dtype else None
         return cls(
             layer.group,
@@ -48,6 +49,7 @@ class Shape:
             smaller,
             layer.capped,
             layer.padded_rest if layer.latent else None,
+            in_tiles,
         )
 
     @property
@@ -121,6 +123,7 @@ _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, s
     256: DecodeTiling(16, 1, 3, 8),
     512: DecodeTiling(16, 2, 3, 4),  # 4.22 TB/s; (32, 4, 3, 3) 4.20, (16, 1, 3, 4) 4.19; float32 1.72 TB/s, (32, 4, 3, 3) 1.65
     1024: DecodeTiling(16, 4, 3, 2),  # not measured
+    2048: DecodeTiling(16, 4, 1, 1),  # not measured: heads of 512 in float32
 }
 # Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024). The first is measured, the others are for less shared memory.
 _PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps, stages)
@@ -128,13 +131,15 @@ _PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps,
     (2, 128): (PrefillTiling(128, 64, 8, 3), PrefillTiling(128, 32, 8, 2)),
     # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
     (2, 256): (PrefillTiling(128, 64, 8, 2), PrefillTiling(64, 64, 8, 2), PrefillTiling(64, 32, 8, 2)),
+    (2, 512): (PrefillTiling(64, 32, 8, 2), PrefillTiling(32, 32, 8, 1), PrefillTiling(16, 16, 8, 1)),  # not measured
     (4, 64): (PrefillTiling(64, 32, 8, 2),),
     (4, 256): (PrefillTiling(32, 16, 8, 2),),
+    (4, 512): (PrefillTiling(16, 16, 8, 1),),  # not measured
 }
 _PREFILL_WITHOUT_MATRIX_UNITS = {  # head size at most, for any number; not measured
     64: PrefillTiling(64, 32, 8, 1),
     128: PrefillTiling(32, 32, 8, 1),
-    256: PrefillTiling(16, 16, 8, 1),
+    512: PrefillTiling(16, 16, 8, 1),
 }
 
 
@@ -171,7 +176,7 @@ def _cuda_prefill(shape: Shape, shared_bytes: int | None = None) -> PrefillTilin
 
 
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
-    plain = not shape.windowed and not shape.capped and shape.rest is None
+    plain = not shape.windowed and not shape.capped and shape.rest is None and shape.in_tiles
     tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and plain else None
     if tiling is None or (tiling.keys % shape.block_size and shape.block_size % tiling.keys):
         return _cuda_prefill(shape)

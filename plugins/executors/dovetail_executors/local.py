@@ -34,7 +34,7 @@ class LocalExecutor(Executor):
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         capacity = self.worker.load(choose_device(options.device, "executor.device"), options.num_blocks)
-        self.worker.allocate(capacity.num_blocks)
+        self.worker.allocate(capacity.num_pages)
         return replace(capacity, max_in_flight=options.max_in_flight or capacity.max_in_flight)
 
     def submit(self, batch: Batch) -> PendingStep:

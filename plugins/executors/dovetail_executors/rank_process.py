@@ -119,7 +119,7 @@ def _run(rank: Rank, job: RankJob, control: Connection[Any, Any], orders: Simple
     from dovetail_executors.ring import Kind, Ring, RingReader
 
     capacity = rank.load()
-    control.send({"loaded": (capacity.num_blocks, dict(capacity.details))})
+    control.send({"loaded": (capacity.num_pages, dict(capacity.details))})
     rank.worker.allocate(orders.get()["allocate"])
     control.send({"allocated": True})
 

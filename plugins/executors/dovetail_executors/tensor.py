@@ -175,16 +175,16 @@ class TensorExecutor(Executor):
         if self.options.all_reduce == "symmetric" and rank.group.shares is None:
             raise UnsupportedError(f"executor.all_reduce: symmetric memory can't be had: {rank.group.why_not_symmetric}")
         others = ranks.heard("loaded")
-        num_blocks = min(own.num_blocks, *(blocks for blocks, _ in others))
-        ranks.tell(allocate=num_blocks)
-        rank.worker.allocate(num_blocks)
+        num_pages = min(own.num_pages, *(pages for pages, _ in others))
+        ranks.tell(allocate=num_pages)
+        rank.worker.allocate(num_pages)
         ranks.heard("allocated")
         devices = [own.details["device"], *(details["device"] for _, details in others)]
         details = {**own.details, "device": _in_words(devices, self.options.hosts), "ranks": str(self.options.size), "all_reduce": str(rank.group)}
         if rank.device.type == "cuda" and rank.group.shares is None and self.options.all_reduce == "auto":
             details["all_reduce"] += f" (no symmetric memory: {rank.group.why_not_symmetric})"
         in_flight = self.options.max_in_flight or own.max_in_flight
-        return replace(own, num_blocks=num_blocks, max_in_flight=in_flight, details=details)
+        return replace(own, num_pages=num_pages, max_in_flight=in_flight, details=details)
 
     def _store(self) -> tuple[int, str]:
         """Create the file of torch's store, by which the ranks find each other, and return its descriptor and path.

@@ -1,11 +1,13 @@
-"""`BlockPool`: the state of each block: its number of holders (block tables), and whether a hash finds it.
+"""`BlockPool`: the state of each page and block: which block a page is part of, how many block tables hold a block, and whether a hash finds it.
+
+A block is named by its first page; `rest` holds its other pages. Blocks of one page, which most models have, have none.
 
 state       refs   hash      transitions
-empty        0     none      `take`: held
-held        ≥ 1    maybe     `publish`: also findable; last `release`: cached if it has a hash, otherwise empty
-cached       0     yes       `hold`: held; `take`, if no block is empty: held, without its hash
+empty        0     none      `take`: part of a held block
+held        ≥ 1    maybe     `publish`: also findable; last `release`: cached if it has a hash, otherwise its pages are empty
+cached       0     yes       `hold`: held; `take`, if too few pages are empty: its pages are empty
 
-Every operation takes the same short time, independent of the number of blocks. A dict moves all its items whenever it has grown, or has been
+Every operation takes the same short time, independent of the number of pages. A dict moves all its items whenever it has grown, or has been
 written to often enough; with the 70,000 blocks of a large GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and
 `BlockQueue`.
 """
@@ -13,9 +15,9 @@ written to often enough; with the 70,000 blocks of a large GPU that takes some 1
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dovetail.api.kv_cache import BlockCounts
+from dovetail.api.kv_cache import PageCounts, Pages
 from dovetail.errors import DovetailError
 
 NO_HASH = b""
@@ -23,59 +25,91 @@ PARTS = 256  # of a `BlockIndex`: one per value of a hash's first byte
 
 
 class BlockPool:
-    """Reference counts, the stack of empty blocks, and the cached blocks, least recently used first.
+    """Reference counts, the stack of empty pages, and the cached blocks of all groups, least recently used first.
 
-    Callers must take no more than `available`, and release only blocks that they hold.
+    Callers must take no more than `available`, and hold and release blocks by the group that they were taken for.
     """
 
-    __slots__ = ("_cached", "_empty", "_hash_of", "_size", "block_of", "refs")
+    __slots__ = ("_cached", "_empty", "_hash_of", "_held", "_size", "_widths", "block_of", "refs", "rest")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, widths: Sequence[int] = (1,)) -> None:
+        """Create a pool of `size` empty pages. `widths`: pages of a block, by group."""
         self._size = size
+        self._widths = widths
         self.refs = [0] * size  # by block, the number of tables that hold it
+        self.rest: list[Pages] = [()] * size  # by block, its pages except the first
         self.block_of = BlockIndex()  # hash -> block
         self._hash_of = [NO_HASH] * size
         self._empty = list(range(size - 1, -1, -1))  # a stack: initially the lowest on top, later the most recently freed
         self._cached = BlockQueue(size)
+        self._held = [0] * len(widths)  # pages, by group
 
     @property
     def available(self) -> int:
-        return len(self._empty) + self._cached.count
+        """Number of pages that `take` can use."""
+        return self._size - sum(self._held)
 
     @property
-    def counts(self) -> BlockCounts:
-        free, cached = len(self._empty), self._cached.count
-        return BlockCounts(free=free, held=self._size - free - cached, cached=cached)
+    def counts(self) -> PageCounts:
+        free, held = len(self._empty), sum(self._held)
+        by_group = tuple(self._held) if len(self._held) > 1 else ()
+        return PageCounts(free=free, held=held, cached=self._size - free - held, held_by_group=by_group)
 
-    def take(self) -> int:
-        """Return an empty block, now with one holder; if there is none, the least recently used cached block."""
-        if self._empty:
-            block = self._empty.pop()
-        else:
-            block = self._cached.pop_oldest()
-            del self.block_of[self._hash_of[block]]
-            self._hash_of[block] = NO_HASH
-        self.refs[block] = 1
-        return block
+    def take(self, count: int = 1, group: int = 0) -> list[int]:
+        """Return `count` new blocks of `group` with one holder each, made of empty pages; if there are too few, the least recently used blocks
+        are evicted first."""
+        empty, width = self._empty, self._widths[group]
+        needed = count * width
+        while len(empty) < needed:
+            self._evict()
+        self._held[group] += needed
+        if needed == 1:
+            self.refs[empty[-1]] = 1
+            return [empty.pop()]
+        start = len(empty) - needed
+        pages = empty[start:][::-1]
+        del empty[start:]
+        blocks, refs = pages[::width], self.refs
+        for block in blocks:
+            refs[block] = 1
+        if width > 1:
+            for number, block in enumerate(blocks):
+                self.rest[block] = tuple(pages[number * width + 1 : (number + 1) * width])
+        return blocks
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def hold(self, blocks: Iterable[int], group: int = 0) -> None:
         """Add one holder to each of `blocks`, which are held or cached."""
-        refs, cached = self.refs, self._cached
+        refs, cached, gained = self.refs, self._cached, 0
         for block in blocks:
             if refs[block] == 0:
                 cached.remove(block)
+                gained += 1
             refs[block] += 1
+        self._held[group] += gained * self._widths[group]
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], group: int = 0) -> None:
         """Remove one holder from each of `blocks`. Findable ones stay cached, those late in `blocks` longest."""
         refs, hash_of, cached, empty = self.refs, self._hash_of, self._cached, self._empty
+        width, lost = self._widths[group], 0
         for block in blocks:
             refs[block] -= 1
             if refs[block] == 0:
-                if hash_of[block] == NO_HASH:
+                lost += 1
+                if hash_of[block] != NO_HASH:
+                    cached.append(block)
+                elif width == 1:
                     empty.append(block)
                 else:
-                    cached.append(block)
+                    self._dissolve(block)
+        self._held[group] -= lost * width
+
+    def refresh(self, digests: Iterable[bytes]) -> None:
+        """Let those blocks of `digests` that are cached be evicted last, the later ones longest."""
+        for digest in digests:
+            block = self.block_of.get(digest)
+            if block is not None and self.refs[block] == 0:
+                self._cached.remove(block)
+                self._cached.append(block)
 
     def publish(self, block: int, digest: bytes) -> None:
         """Map `digest` to `block`, unless it maps to another block."""
@@ -89,29 +123,55 @@ class BlockPool:
             self._hash_of[block] = NO_HASH
             if self.refs[block] == 0:
                 self._cached.remove(block)
-                self._empty.append(block)
+                self._dissolve(block)
 
     def forget(self) -> None:
-        """Remove all mappings; cached blocks become empty."""
+        """Remove all mappings; the pages of cached blocks become empty."""
         self.block_of.clear()
         self._hash_of = [NO_HASH] * self._size
-        self._empty.extend(reversed(list(self._cached)))
+        for block in reversed(list(self._cached)):
+            self._dissolve(block)
         self._cached.clear()
 
-    def check(self, holders: list[int]) -> None:
-        """Raise `DovetailError` if the state is inconsistent, or differs from `holders`: by block, the number of tables that hold it."""
-        if self.refs != holders:
-            differing = [(block, *counted) for block, counted in enumerate(zip(self.refs, holders, strict=True)) if len(set(counted)) > 1]
-            raise DovetailError(f"KV pool: (block, holders counted, holders in tables) differ: {differing}")
-        empty, cached, held = set(self._empty), set(self._cached), {block for block, n in enumerate(self.refs) if n}
-        if len(empty) != len(self._empty) or sorted([*empty, *cached, *held]) != list(range(self._size)):
-            raise DovetailError(f"KV pool: blocks lost or in two states: empty {sorted(self._empty)}, cached {sorted(cached)}, held {sorted(held)}")
+    def _evict(self) -> None:
+        """Make the pages of the least recently used cached block empty."""
+        block = self._cached.pop_oldest()
+        del self.block_of[self._hash_of[block]]
+        self._hash_of[block] = NO_HASH
+        self._dissolve(block)
+
+    def _dissolve(self, block: int) -> None:
+        """Make the pages of `block` empty: it has no holder, and isn't cached any more."""
+        if rest := self.rest[block]:
+            self._empty.extend(reversed(rest))
+            self.rest[block] = ()
+        self._empty.append(block)
+
+    def check(self, holders: Sequence[Mapping[int, int]]) -> None:
+        """Raise `DovetailError` if the state is inconsistent, or differs from `holders`: by group and block, the number of tables that hold it."""
+        counted = {block: count for group in holders for block, count in group.items()}
+        if counted != {block: count for block, count in enumerate(self.refs) if count} or len(counted) != sum(map(len, holders)):
+            raise DovetailError(f"KV pool: the holders counted, {self.refs} by block, differ from those in tables, by group: {holders}")
+        widths = {block: width for group, width in zip(holders, self._widths, strict=True) for block in group}
+        held = [len(group) * width for group, width in zip(holders, self._widths, strict=True)]
+        if held != self._held:
+            raise DovetailError(f"KV pool: {self._held} pages are counted as held, by group; tables hold {held}")
+        if wrong := {block: self.pages(block) for block, width in widths.items() if len(self.pages(block)) != width}:
+            raise DovetailError(f"KV pool: blocks with too few or too many pages: {wrong}")
+        empty, cached = set(self._empty), set(self._cached)
+        pages = [*self._empty, *(page for block in (*cached, *counted) for page in self.pages(block))]
+        if sorted(pages) != list(range(self._size)):
+            raise DovetailError(f"KV pool: pages lost or in two blocks: empty {sorted(empty)}, cached {sorted(cached)}, held {sorted(counted)}")
         findable = {block: digest for block, digest in enumerate(self._hash_of) if digest != NO_HASH}
         if {block: digest for digest, block in self.block_of.items()} != findable or len(self.block_of) != len(findable):
             raise DovetailError("KV pool: the hashes of the blocks and the index of hashes differ")
-        wrong = (cached - findable.keys()) | (empty & findable.keys())
-        if wrong:
-            raise DovetailError(f"KV pool: cached without a hash, or empty with one: blocks {sorted(wrong)}")
+        wrong_state = findable.keys() ^ (cached | (findable.keys() & counted.keys()))
+        if wrong_state:
+            raise DovetailError(f"KV pool: cached without a hash, or empty with one: blocks {sorted(wrong_state)}")
+
+    def pages(self, block: int) -> Pages:
+        """Return all pages of `block`."""
+        return (block, *self.rest[block])
 
 
 class BlockIndex:

@@ -1,9 +1,9 @@
 """KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of this prefix.
 
 A full block is found by a hash of all tokens up to its end (`HashChain`). Blocks without holders stay findable until the space is needed; then the
-least recently used is evicted first, and within a request the last block, since a prefix is useful without its end, but not the end without its
-beginning. Hashed blocks are the idea of vLLM's automatic prefix caching; reuse by longest prefix is that of RadixAttention (SGLang,
-arXiv:2312.07104).
+least recently used is evicted first, whatever its cache group, and within a request the last block, since a prefix is useful without its end, but
+not the end without its beginning. All groups share one chain of hashes; each finds its own blocks by it. Hashed blocks are the idea of vLLM's
+automatic prefix caching; reuse by longest prefix is that of RadixAttention (SGLang, arXiv:2312.07104).
 
 If two requests compute the same block at the same time, only one of the two copies can be found; the other becomes empty when its holder
 releases it.
@@ -12,12 +12,14 @@ releases it.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, cycle
+from operator import mul
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_128_digest
 
-from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVCacheManager, KVCapabilities, KVContext
+from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, KVCacheManager, KVCapabilities, KVContext, PageCopy, PageCounts, Pages
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail_kv_cache.pool import BlockPool
@@ -34,7 +36,6 @@ TOKEN_BYTES = 8
 
 HashName = Literal["xxh3", "sha256"]
 Digest = Callable[[bytes], bytes]
-NOTHING = Allocation(())
 
 
 def make_digest(name: HashName) -> Digest:
@@ -61,7 +62,8 @@ class Beginning:
 
 
 class HashChain:
-    """Hashes of one request's full blocks, each computed once: `hashes[i]` covers tokens 0 … (i + 1) * block_size - 1.
+    """Hashes of one request's full blocks, each computed once: `hashes[i]` covers tokens 0 … (i + 1) * block_size - 1. With several groups,
+    `block_size` is the greatest common divisor of their blocks.
 
     A block's hash covers its tokens and the previous hash, hence every token up to its end; the chain starts with a hash of the request's
     `cache_keys`. Two prefixes with the same hash would share K and V that belong to one of them. By accident this has a probability of 1 in 10^20 for
@@ -117,69 +119,102 @@ class PrefixOptions(BaseModel):
     )
 
 
+class _Group(NamedTuple):
+    """A cache group, and how its blocks are found."""
+
+    number: int
+    spec: CacheGroup
+    hashes_per_block: int
+    salt: bytes  # appended to hashes, so that a group doesn't find blocks of another
+
+    def keys(self, hashes: list[bytes], start: int, end: int) -> list[bytes]:
+        """Return the keys of blocks `start` … `end` - 1 in the pool's index."""
+        step = self.hashes_per_block
+        chosen = hashes[(start + 1) * step - 1 : end * step : step]
+        return [digest + self.salt for digest in chosen] if self.salt else chosen
+
+
 class _Table:
     """Blocks and progress of one request."""
 
-    __slots__ = ("blocks", "num_committed", "num_found", "num_tokens", "num_trimmed", "publishes", "request")
+    __slots__ = ("blocks", "num_committed", "num_found", "num_tokens", "parted", "publishes", "released", "request", "room")
 
-    def __init__(self, request: Request, blocks: list[int], num_tokens: int, num_found: int) -> None:
+    def __init__(self, request: Request, blocks: list[list[int]], released: list[int], num_tokens: int, room: int, num_found: int) -> None:
         self.request = request
-        self.blocks = blocks  # append-only; the first `num_trimmed` are no longer held
+        self.blocks = blocks  # by group, append-only
+        self.released = released  # by group, how many of its first blocks are HOLEs or no longer held
         self.num_tokens = num_tokens  # requested
-        self.num_trimmed = 0
-        self.num_committed = self.num_found = num_found  # in blocks; other requests computed the first `num_found`
+        self.room = room  # tokens that fit into its blocks
+        self.num_committed = self.num_found = num_found  # hashes; other requests computed the blocks of the first `num_found`
+        self.parted = 0  # tokens: see `_Hit`
         self.publishes = True  # False after a `reset` while it was running: its K and V are outdated
 
-    @property
-    def own(self) -> list[int]:
-        """Return the blocks that the request holds."""
-        return self.blocks[self.num_trimmed :] if self.num_trimmed else self.blocks
+    def own(self, group: int) -> list[int]:
+        """Return the blocks of `group` that the request holds."""
+        return self.blocks[group][self.released[group] :] if self.released[group] else self.blocks[group]
+
+
+class _Hit(NamedTuple):
+    """Result of a search: blocks by group, those that later tokens see of the first `tokens`. Mustn't be modified."""
+
+    tokens: int
+    blocks: tuple[list[int], ...]
+    parted: int  # tokens that full attention alone finds, at least `tokens`: where the prompts of this request and of others part
 
 
 class _Found(NamedTuple):
     """Result of the last search, with its arguments."""
 
     hashes: list[bytes]  # the list of a chain, which identifies it
-    limit: int  # blocks
+    limit: int  # tokens
     changes: int  # `BlockIndex.changes` at the search
-    blocks: list[int]
+    hit: _Hit
 
     def is_of(self, hashes: list[bytes], limit: int, changes: int) -> bool:
         return self.hashes is hashes and (self.limit, self.changes) == (limit, changes)
 
 
 class PrefixCache(KVCacheManager):
-    """The manager. Growing by one block, `counts` and `available_blocks` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
+    """The manager. Growing by one block, `counts` and `available_pages` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
     tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Hashes of a
     beginning shared with the previous request aren't recomputed."""
 
-    capabilities = KVCapabilities(reuse=True, fork=True, trim=True)
+    capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True)
     options: PrefixOptions
 
     def __init__(self, options: PrefixOptions, context: KVContext) -> None:
         super().__init__(options, context)
         if not options.reuse:
-            self.capabilities = KVCapabilities(reuse=False, fork=True, trim=True)
-        self._block_size = context.layout.block_size
+            self.capabilities = KVCapabilities(reuse=False, fork=True, trim=True, groups=True)
+        specs = context.layout.groups
+        self._hash_tokens = math.gcd(*(spec.block_tokens for spec in specs))  # tokens of a hash
+        self._groups = [
+            _Group(index, spec, spec.block_tokens // self._hash_tokens, b"%d" % index if index else b"") for index, spec in enumerate(specs)
+        ]
+        self._sizes = [spec.block_tokens for spec in specs]
+        self._widths = [spec.pages_per_block for spec in specs]
+        self._is_plain = self._widths == [1]
+        self._hit_tokens = context.layout.hit_tokens
         self._digest = make_digest(options.hash)
-        self._pool = BlockPool(context.num_blocks)
+        self._pool = BlockPool(context.num_pages, self._widths)
         self._tables: dict[str, _Table] = {}  # request id -> its table
         self._chains: dict[str, HashChain] = {}
         self._latest: Beginning | None = None  # beginning of the newest chain, for reuse by the next request
-        self._found = _Found([], 0, -1, [])
-        self._copies: list[BlockCopy] = []
+        self._nothing = Allocation(((),) * len(specs))
+        self._no_hit = _Hit(0, tuple([] for _ in specs), 0)
+        self._found = _Found([], 0, -1, self._no_hit)
+        self._copies: list[PageCopy] = []
 
     def lookup(self, request: Request) -> int:
-        return len(self._hits(request)) * self._block_size
+        return self._hit(request).tokens
 
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        wanted = -(-num_tokens // self._block_size)
-        leaving = Counter(block for other in without for block in self._table(other, "without").own) if without else {}
-        freed = sum(self._pool.refs[block] == holders for block, holders in leaving.items())
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        leaving = self._holders(self._table(other, "without") for other in without) if without else {}
+        freed = sum(len(self._pool.rest[block]) + 1 for block, holders in leaving.items() if self._pool.refs[block] == holders)
         table = self._tables.get(request.id)
         if table is not None:
-            return max(0, wanted - len(table.blocks)) - freed
-        return self._first_cost(self._hits(request), wanted, leaving) - freed
+            return self._pages_of(self._missing(table, num_tokens)) - freed
+        return self._first_cost(self._hit(request), num_tokens, leaving) - freed
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         table = self._tables.get(request.id)
@@ -187,59 +222,82 @@ class PrefixCache(KVCacheManager):
             return self._allocate_first(request, num_tokens)
         if num_tokens < table.num_tokens or table.request is not request:
             raise self._misuse(request, f"allocate({num_tokens} tokens), after {table.num_tokens}", table)
-        missing = -(-num_tokens // self._block_size) - len(table.blocks)
-        if missing <= 0:
+        if num_tokens <= table.room:
             table.num_tokens = num_tokens
-            return NOTHING
-        if missing > self._pool.available:
+            return self._nothing
+        if self._is_plain and num_tokens - table.room <= self._hash_tokens:  # the usual case: a decode needs one block of one page
+            if not self._pool.available:
+                return None
+            new = self._pool.take()
+            table.blocks[0] += new
+            table.num_tokens = num_tokens
+            table.room += self._hash_tokens
+            return Allocation((tuple(new),))
+        missing = self._missing(table, num_tokens)
+        if self._pages_of(missing) > self._pool.available:
             return None
-        table.num_tokens = num_tokens
-        if missing == 1:  # the usual case, a decode
-            block = self._pool.take()
-            table.blocks.append(block)
-            return Allocation((block,))
-        blocks = tuple(self._pool.take() for _ in range(missing))
-        table.blocks.extend(blocks)
-        return Allocation(blocks)
+        table.num_tokens, table.room = num_tokens, self._room(num_tokens)
+        pages = []
+        for group, (blocks, count) in enumerate(zip(table.blocks, missing, strict=True)):
+            new = self._pool.take(count, group)
+            blocks += new
+            pages.append(self._pages(group, new))
+        return Allocation(tuple(pages))
+
+    def tables(self, request: Request) -> tuple[Pages, ...]:
+        table = self._table(request, "tables")
+        held = zip(table.blocks, table.released, strict=True)
+        return tuple(self._pages(group, [HOLE] * released + blocks[released:]) for group, (blocks, released) in enumerate(held))
 
     def commit(self, request: Request, upto: int) -> None:
         table = self._table(request, "commit")
-        if not 0 <= upto <= min(request.num_tokens, len(table.blocks) * self._block_size):
+        if not 0 <= upto <= min(request.num_tokens, table.room):
             raise self._misuse(request, f"commit({upto} tokens), {request.num_tokens} of them known,", table)
-        full = upto // self._block_size
+        full = upto // self._hash_tokens
         if full <= table.num_committed or not table.publishes or not self.options.reuse:
             return
         hashes = self._chain(request).extend(full)
-        for index in range(max(table.num_committed, table.num_trimmed), full):
-            self._pool.publish(table.blocks[index], hashes[index])
+        for index, group in enumerate(self._groups):
+            start, end = max(table.num_committed // group.hashes_per_block, table.released[index]), full // group.hashes_per_block
+            for block, key in zip(table.blocks[index][start:end], group.keys(hashes, start, end), strict=True):
+                self._pool.publish(block, key)
         table.num_committed = full
 
     def uncommit(self, request: Request, upto: int) -> None:
         table = self._table(request, "uncommit")
-        full = max(upto // self._block_size, table.num_found)
+        full = max(upto // self._hash_tokens, table.num_found)
         if full < table.num_committed and table.publishes and self.options.reuse:
             hashes = self._chain(request).hashes
-            for index in range(full, table.num_committed):
-                self._pool.unpublish(table.blocks[index], hashes[index])
+            for index, group in enumerate(self._groups):
+                start, end = full // group.hashes_per_block, table.num_committed // group.hashes_per_block
+                for block, key in zip(table.blocks[index][start:end], group.keys(hashes, start, end), strict=True):
+                    self._pool.unpublish(block, key)
             table.num_committed = full
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         source = self._table(parent, "fork")
         self._check_fork(source, child, num_tokens)
-        shared, rest = divmod(num_tokens, self._block_size)
-        if rest and not self._pool.available:
+        partial = [int(num_tokens % group.spec.block_tokens > 0) for group in self._groups]
+        if self._pages_of(partial) > self._pool.available:
             return None
-        blocks = source.blocks[:shared]
-        self._pool.hold(blocks[source.num_trimmed :])
-        if rest:
-            # If the parent's block gets a new owner before the copy runs, the owner still writes after it: copies precede the batch.
-            blocks.append(self._pool.take())
-            self._copies.append(BlockCopy(source.blocks[shared], blocks[shared]))
-        table = self._tables[child.id] = _Table(child, blocks, num_tokens, num_found=min(source.num_committed, shared))
-        table.num_trimmed, table.publishes = source.num_trimmed, source.publishes
-        return Allocation(tuple(blocks), cached=num_tokens)
+        tables, pages, unseen = [], [], [group.spec.first_visible_block(num_tokens) for group in self._groups]
+        for index, group in enumerate(self._groups):
+            full = num_tokens // group.spec.block_tokens
+            blocks = source.blocks[index][unseen[index] : full]
+            self._pool.hold(blocks, index)
+            if partial[index]:
+                # If the parent's block gets a new owner before the copy runs, the owner still writes after it: copies precede the batch.
+                blocks += self._pool.take(1, index)
+                copied = zip(self._pool.pages(source.blocks[index][full]), self._pool.pages(blocks[-1]), strict=True)
+                self._copies.extend(PageCopy(src, dst) for src, dst in copied)
+            tables.append([HOLE] * unseen[index] + blocks)
+            pages.append(self._pages(index, tables[-1]))
+        found = min(source.num_committed, num_tokens // self._hash_tokens)
+        table = self._tables[child.id] = _Table(child, tables, unseen, num_tokens, self._room(num_tokens), found)
+        table.publishes = source.publishes
+        return Allocation(tuple(pages), cached=num_tokens)
 
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         copies, self._copies = self._copies, []
         return copies
 
@@ -250,14 +308,19 @@ class PrefixCache(KVCacheManager):
         table = self._tables.get(request.id)
         if table is not None and table.request is request:
             del self._tables[request.id]
-            self._pool.release(reversed(table.own))
+            for group in reversed(range(len(table.blocks))):  # so that full attention's blocks, which many prefixes need, are evicted last
+                self._pool.release(reversed(table.own(group)), group)
+            if chain is not None and table.parted and any(table.released):
+                self._refresh(table, chain)
 
-    def trim(self, request: Request, first_needed_token: int) -> None:
+    def trim(self, request: Request, computed: int) -> None:
         table = self._table(request, "trim")
-        unneeded = min(first_needed_token // self._block_size, len(table.blocks))
-        if unneeded > table.num_trimmed:
-            self._pool.release(reversed(table.blocks[table.num_trimmed : unneeded]))
-            table.num_trimmed = unneeded
+        for index, group in enumerate(self._groups):
+            blocks, released = table.blocks[index], table.released[index]
+            unseen = min(group.spec.first_visible_block(computed), len(blocks))
+            if unseen > released:
+                self._pool.release(reversed(blocks[released:unseen]), index)
+                table.released[index] = unseen
 
     def reset(self) -> None:
         self._pool.forget()
@@ -265,58 +328,130 @@ class PrefixCache(KVCacheManager):
             table.publishes = False  # what it computes from now on still depends on dropped K and V
 
     @property
-    def counts(self) -> BlockCounts:
+    def counts(self) -> PageCounts:
         return self._pool.counts
 
     @property
-    def available_blocks(self) -> int:
+    def available_pages(self) -> int:
         return self._pool.available
 
     def check_integrity(self) -> None:
-        holders = [0] * self.context.num_blocks
+        holders = [Counter[int]() for _ in self._groups]
         for table in self._tables.values():
-            if table.num_tokens > len(table.blocks) * self._block_size or table.num_trimmed > len(table.blocks):
+            if table.num_tokens > table.room or any(released > len(own) for released, own in zip(table.released, table.blocks, strict=True)):
                 raise self._misuse(table.request, "table", table)
-            if len(set(table.own)) != len(table.own):
-                raise DovetailError(f"KV cache: request {table.request.id!r} holds a block twice: {table.own}")
-            for block in table.own:
-                holders[block] += 1
+            for group, counter in enumerate(holders):
+                own = table.own(group)
+                if len(set(own)) != len(own):
+                    raise DovetailError(f"KV cache: request {table.request.id!r} holds a block twice: {own}")
+                counter.update(own)
         self._pool.check(holders)
 
     def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
         if num_tokens < 1:
             raise self._misuse(request, f"allocate({num_tokens} tokens)")
-        hits = self._hits(request)
-        wanted = -(-num_tokens // self._block_size)
-        if self._first_cost(hits, wanted, {}) > self._pool.available:
+        hit = self._hit(request)
+        if self._first_cost(hit, num_tokens, {}) > self._pool.available:
             return None
-        self._pool.hold(hits)  # first, so that `take` doesn't evict them
-        cached = len(hits) * self._block_size
-        blocks = hits + [self._pool.take() for _ in range(wanted - len(hits))]
-        self._tables[request.id] = _Table(request, blocks, max(num_tokens, cached), num_found=len(hits))
-        return Allocation(tuple(blocks), cached)
+        for group, found in zip(self._groups, hit.blocks, strict=True):
+            self._pool.hold(found, group.number)  # of all groups first, so that `take` doesn't evict them
+        tokens, tables, unseen = max(num_tokens, hit.tokens), list[list[int]](), list[int]()
+        for group, found in zip(self._groups, hit.blocks, strict=True):
+            whole = hit.tokens // group.spec.block_tokens
+            unseen.append(whole - len(found))
+            tables.append([HOLE] * unseen[-1] + found + self._pool.take(group.spec.blocks(tokens) - whole, group.number))
+        table = self._tables[request.id] = _Table(request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens)
+        table.parted = hit.parted
+        return Allocation(tuple(map(self._pages, range(len(tables)), tables)), hit.tokens)
 
-    def _first_cost(self, hits: list[int], wanted: int, leaving: Mapping[int, int]) -> int:
-        """Return the number of available blocks that a request without blocks would take, after freeing the `leaving` holders (block -> count)."""
-        refs = self._pool.refs
-        unheld = sum(refs[block] == leaving.get(block, 0) for block in hits) if leaving else [refs[block] for block in hits].count(0)
-        return unheld + max(0, wanted - len(hits))
+    def _refresh(self, table: _Table, chain: HashChain) -> None:
+        """Let the blocks that a window sees where prompts part be evicted after those of full attention. They were released long before, and
+        without them the whole prefix, which other requests will ask for, isn't found."""
+        for group in self._groups:
+            if group.spec.window is not None:
+                start, end = group.spec.first_visible_block(table.parted), table.parted // group.spec.block_tokens
+                self._pool.refresh(reversed(group.keys(chain.hashes, start, min(end, table.released[group.number]))))
 
-    def _hits(self, request: Request) -> list[int]:
-        """Return the blocks of the longest cached prefix of `request`, without its last known token. The list must not be modified: it is kept,
-        since a lookup is often followed by an admission, which searches again."""
+    def _first_cost(self, hit: _Hit, num_tokens: int, leaving: Mapping[int, int]) -> int:
+        """Return the number of available pages that a request without blocks would take, after freeing the `leaving` holders (block -> count)."""
+        refs, blocks = self._pool.refs, []
+        for group, found in zip(self._groups, hit.blocks, strict=True):
+            holders = [refs[block] - leaving.get(block, 0) for block in found] if leaving else [refs[block] for block in found]
+            blocks.append(holders.count(0) + max(0, group.spec.blocks(num_tokens) - hit.tokens // group.spec.block_tokens))
+        return self._pages_of(blocks)
+
+    def _missing(self, table: _Table, num_tokens: int) -> list[int]:
+        """Return by group how many blocks `table` lacks for `num_tokens` tokens."""
+        return [max(0, -(-num_tokens // size) - len(blocks)) for size, blocks in zip(self._sizes, table.blocks, strict=True)]
+
+    def _room(self, num_tokens: int) -> int:
+        """Return how many tokens fit into the blocks that `num_tokens` tokens need."""
+        return min([-(-num_tokens // size) * size for size in self._sizes])
+
+    def _holders(self, tables: Iterable[_Table]) -> Mapping[int, int]:
+        """Return by block how many of `tables` hold it."""
+        return Counter(chain.from_iterable(table.own(group) for table in tables for group in range(len(table.blocks))))
+
+    def _pages_of(self, blocks: Sequence[int]) -> int:
+        """Return the number of pages of these numbers of blocks, by group."""
+        return sum(map(mul, blocks, self._widths))
+
+    def _pages(self, group: int, blocks: Sequence[int]) -> Pages:
+        """Return the pages of blocks of a group, block after block."""
+        if self._widths[group] == 1:
+            return tuple(blocks)
+        hole = (HOLE,) * self._widths[group]
+        return tuple(page for block in blocks for page in (hole if block == HOLE else self._pool.pages(block)))
+
+    def _hit(self, request: Request) -> _Hit:
+        """Return the longest cached prefix of `request`, without its last known token. It is kept, since a lookup is often followed by an
+        admission, which searches again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
-            return []
-        limit, index = (request.num_tokens - 1) // self._block_size, self._pool.block_of
-        hashes = self._chain(request).extend(limit)
+            return self._no_hit
+        limit, index = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens, self._pool.block_of
+        hashes = self._chain(request).extend(limit // self._hash_tokens)
         if not self._found.is_of(hashes, limit, index.changes):
-            self._found = _Found(hashes, limit, index.changes, index.run(islice(hashes, limit)))
-        return self._found.blocks
+            self._found = _Found(hashes, limit, index.changes, self._search(hashes, limit))
+        return self._found.hit
+
+    def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
+        """Return the longest hit of at most `tokens` tokens that every group accepts."""
+        blocks: list[list[int]] = [[] for _ in self._groups]
+        accepted = parted = 0  # number of groups in a row that accept `tokens`
+        for group in cycle(self._groups):
+            longest, blocks[group.number] = self._find(group, hashes, tokens)
+            if group.spec.window is None:
+                parted = max(parted, longest)
+            accepted = accepted + 1 if longest == tokens else 1
+            tokens = longest
+            if accepted == len(self._groups):
+                break
+        return _Hit(tokens, tuple(blocks), max(parted, tokens))
+
+    def _find(self, group: _Group, hashes: list[bytes], tokens: int) -> tuple[int, list[int]]:
+        """Return the longest hit of at most `tokens` tokens that `group` accepts, and the blocks of it that later tokens see."""
+        index, spec = self._pool.block_of, group.spec
+        found: list[int] = []
+        if spec.window is None:
+            found = index.run(group.keys(hashes, 0, tokens // spec.block_tokens))
+            tokens = len(found) * spec.block_tokens // self._hit_tokens * self._hit_tokens
+            return tokens, found[: tokens // spec.block_tokens]
+        end = tokens // spec.block_tokens  # of the blocks still to be found
+        while end > spec.first_visible_block(tokens):
+            block = index.get(hashes[end * group.hashes_per_block - 1] + group.salt)
+            end -= 1
+            if block is not None:
+                found.append(block)
+            else:  # no hit that ends after it, and sees it, is accepted; earlier ones don't see those found
+                tokens = end * spec.block_tokens // self._hit_tokens * self._hit_tokens
+                end = tokens // spec.block_tokens
+                found.clear()
+        return tokens, found[::-1]
 
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
         if chain is None or chain.request is not request:  # another request may reuse the id
-            chain = self._chains[request.id] = HashChain(request, self._block_size, self._digest, like=self._latest)
+            chain = self._chains[request.id] = HashChain(request, self._hash_tokens, self._digest, like=self._latest)
             self._latest = chain.beginning
         return chain
 
@@ -327,20 +462,22 @@ class PrefixCache(KVCacheManager):
         return table
 
     def _check_fork(self, source: _Table, child: Request, num_tokens: int) -> None:
-        parent, window = source.request, self.context.layout.window
-        needed_from = 0 if window is None else max(0, num_tokens - window + 1)
+        parent = source.request
         if child.id in self._tables:
             raise DovetailError(f"KV cache: fork into request {child.id!r}, which holds blocks already")
-        if not 1 <= num_tokens <= len(source.blocks) * self._block_size:
+        if not 1 <= num_tokens <= source.room:
             raise self._misuse(parent, f"fork({num_tokens} tokens)", source)
-        if source.num_trimmed * self._block_size > needed_from:
-            raise self._misuse(parent, f"fork({num_tokens} tokens), which needs token {needed_from}", source)
+        for group, released in zip(self._groups, source.released, strict=True):
+            needed, end = group.spec.first_visible_block(num_tokens), group.spec.blocks(num_tokens)
+            if needed < min(released, end):
+                raise self._misuse(parent, f"fork({num_tokens} tokens), which needs block {needed} of group {group.number}", source)
         if parent.cache_keys != child.cache_keys or parent.prompt_token_ids[:num_tokens] != child.prompt_token_ids[:num_tokens]:
             raise DovetailError(f"KV cache: requests {parent.id!r} and {child.id!r} differ in their first {num_tokens} tokens or their cache_keys")
 
     def _misuse(self, request: Request, act: str, table: _Table | None = None) -> DovetailError:
-        if table is None:
-            state = "it holds no blocks"
-        else:
-            state = f"it holds {len(table.blocks)} blocks of {self._block_size} for {table.num_tokens} tokens, {table.num_trimmed} of them trimmed"
+        state = "it holds no blocks"
+        if table is not None:
+            groups = zip(self._groups, table.blocks, table.released, strict=True)
+            held = " and ".join(f"{len(blocks)} blocks of {group.spec.block_tokens} ({released} released)" for group, blocks, released in groups)
+            state = f"it holds {held} for {table.num_tokens} tokens"
         return DovetailError(f"KV cache: {act} of request {request.id!r}: {state}")

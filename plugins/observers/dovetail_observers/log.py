@@ -68,10 +68,12 @@ class LogObserver(Observer):
         self._due = wall() + options.every_s
         self._recent, self._total = Tally(), Tally()  # counts since the last line, and since the start
         self._last_step: StepFinished | None = None
+        self._groups: tuple[str, ...] = ()  # names of the cache groups
 
     def on_started(self, event: EngineStarted) -> None:
         self._due = self._wall() + self.options.every_s
-        details = ", ".join(f"{name} {value}" for name, value in event.details.items())
+        self._groups = tuple(group.name for group in event.cache_groups)
+        details = ", ".join(f"{name} {value}" for name, value in event.details.items() if name != "kv_groups")
         logger.info(
             "started: scheduler %s, kv_cache %s (%d blocks of %d), executor %s%s",
             event.scheduler,
@@ -81,6 +83,8 @@ class LogObserver(Observer):
             event.executor,
             f" ({details})" if details else "",
         )
+        for group in filter(None, event.details.get("kv_groups", "").split("; ")):
+            logger.info("cache group: %s", group)
 
     def on_preempted(self, event: RequestPreempted) -> None:
         self._recent.preemptions += 1
@@ -111,13 +115,17 @@ class LogObserver(Observer):
     def _write(self, step: StepFinished) -> None:
         recent, self._recent = self._recent, Tally()
         blocks = step.blocks
+        share = 100 / max(1, blocks.free + blocks.held + blocks.cached)
+        by_group = zip(self._groups, blocks.held_by_group, strict=False) if len(self._groups) > 1 else ()
+        groups = ", ".join(f"{name} {share * held:.1f}%" for name, held in by_group)
         logger.info(
-            "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s | KV %.1f%% used, prefix hits %.0f%% | %d preemptions",
+            "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s | KV %.1f%% used%s, prefix hits %.0f%% | %d preemptions",
             step.running,
             step.waiting,
             recent.per_second(recent.prefill_tokens),
             recent.per_second(recent.decode_tokens),
-            100 * blocks.held / max(1, blocks.free + blocks.held + blocks.cached),
+            share * blocks.held,
+            f" ({groups})" if groups else "",
             100 * recent.hit_share,
             recent.preemptions,
         )

@@ -86,6 +86,8 @@ class Figures:
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that have arrived and hold no blocks").labels(model_name)
         self._usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1").labels(model_name)
         self._blocks = gauge("dovetail_kv_blocks", "KV blocks by state", "state")
+        self._by_group = gauge("dovetail_kv_group_blocks", "KV blocks that requests hold, by cache group", "group")
+        self._groups: tuple[str, ...] = ()  # names of the cache groups
         self._cache = gauge("vllm:cache_config_info", "Size of the KV cache, as labels", "block_size", "num_gpu_blocks")
         self._parts = gauge("dovetail_engine_info", "Components in use, as labels", "part_scheduler", "part_kv_cache", "part_executor")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests").labels(model_name)
@@ -104,6 +106,7 @@ class Figures:
         self._queue = histogram("vllm:request_queue_time_seconds", "Seconds from a request's arrival to its first step", REQUEST_S)
 
     def started(self, event: EngineStarted) -> None:
+        self._groups = tuple(group.name for group in event.cache_groups)
         self._cache.labels(self._model, str(event.block_size), str(event.num_blocks)).set(1)
         self._parts.labels(self._model, event.scheduler, event.kv_cache, event.executor).set(1)
 
@@ -120,6 +123,8 @@ class Figures:
         self._usage.set(blocks.held / max(1, blocks.held + blocks.free + blocks.cached))
         for state, number in (("held", blocks.held), ("cached", blocks.cached), ("free", blocks.free)):
             self._blocks.labels(self._model, state).set(number)
+        for group, number in zip(self._groups, blocks.held_by_group, strict=False):
+            self._by_group.labels(self._model, group).set(number)
         self._generated.inc(event.generated_tokens)
         self._preemptions.inc(event.preempted)
         self._recomputed.inc(event.recomputed_tokens)

@@ -13,7 +13,7 @@ from dovetail.request import Request
 from dovetail_schedulers.counters import CounterOptions, Counters, Turns
 from dovetail_schedulers.in_order import run_on
 from dovetail_schedulers.lengths import expected_tokens, generated_tokens
-from dovetail_schedulers.peak_memory import Size, peak_tokens
+from dovetail_schedulers.peak_memory import Size, peak_tokens, size_of
 
 
 class LightLLMOptions(CounterOptions, frozen=True):
@@ -52,11 +52,11 @@ class LightLLM(Scheduler):
 
     def _admit(self, step: Step, waiting: Sequence[Request]) -> None:
         pool, cap = self.context.total_blocks * self.context.block_size, self.options.batch_max_tokens or self.context.max_tokens
-        sizes, clients, prompt_tokens = list(map(self._size, step.running)), {request.client for request in step.running}, 0
+        sizes, clients, prompt_tokens = [self._size(step, request) for request in step.running], {request.client for request in step.running}, 0
         for request in self.turns.in_turn(waiting):
             too_many = 0 < prompt_tokens > cap - request.num_tokens  # a single one may exceed it
             prompt_tokens += request.num_tokens
-            sizes.append(self._size(request))
+            sizes.append(self._size(step, request))
             clients.add(request.client)
             fits = peak_tokens(sizes) < pool - self.options.client_tokens * len(clients) and len(sizes) <= self.context.max_seqs
             if (len(sizes) > 1 and (too_many or not fits)) or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
@@ -64,11 +64,11 @@ class LightLLM(Scheduler):
             self.turns.admitted(request)
         self.turns.still_wait((*step.waiting, *step.held_back))
 
-    def _size(self, request: Request) -> Size:
-        """Return the size of a request. One that hasn't started includes its first token. A partial last block counts as full."""
+    def _size(self, step: Step, request: Request) -> Size:
+        """Return the size of a request. One that hasn't started includes its first token."""
         length = request.max_tokens if self.options.reserve == "max_tokens" else expected_tokens(request)
         generated = generated_tokens(request)
-        return Size(request.prompt_tokens + max(1, generated) + self.context.block_size - 1, length - generated - 1)
+        return size_of(step, request, request.prompt_tokens + max(1, generated), length - generated - 1, self.context.block_size)
 
     def on_arrival(self, request: Request) -> None:
         self.turns.arrived(request)

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from dovetail.api.attention import AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, KVScales, LayerSpec
+from dovetail.api.attention import (
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    FusedCache,
+    KVScales,
+    LayerCache,
+    LayerSpec,
+)
 from dovetail.testing.checks import Untried
 from dovetail_attention.scaled import ONE
 from dovetail_attention.sdpa import TorchAttention, TorchLayer
@@ -45,8 +54,14 @@ class PlainLayer(TorchLayer):
         return products * self.scale()
 
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
-        size = self._backend.context.block_size
-        return self._backend.batch.block_table[row, positions // size].long() * size + positions % size
+        size = self.block_size()
+        return self.units.of_slots(self.table()[row, positions // size].long() * size + positions % size)
+
+    def table(self) -> torch.Tensor:
+        return self._backend.batch.block_tables[self.units.group][self.units.page]
+
+    def block_size(self) -> int:
+        return self.units.block_size
 
     def kv_head(self) -> torch.Tensor:
         return torch.arange(self.spec.heads) // (self.spec.heads // self.spec.kv_heads)
@@ -62,7 +77,7 @@ class PlainLayer(TorchLayer):
 
 
 class PlainAttention(TorchAttention):
-    capabilities = AttentionCapabilities()
+    capabilities = AttentionCapabilities(groups=True)
     layer: type[PlainLayer] = PlainLayer
     batch: AttentionBatch
 
@@ -211,7 +226,7 @@ class BlocksThatFollowTheFirst(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
             size = self._backend.context.block_size
-            return (self._backend.batch.block_table[row, 0].long() * size + positions) % len(self._k)
+            return (self.table()[row, 0].long() * size + positions) % len(self._k)
 
 
 @mutant(caught_by="attention.block_sizes")
@@ -222,23 +237,37 @@ class ShiftsInsteadOfDividing(PlainAttention):
         def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
             size = self._backend.context.block_size
             block = (positions >> (size.bit_length() - 1)).clamp(max=int(positions[-1]) // size)
-            return self._backend.batch.block_table[row, block].long() * size + (positions & (size - 1))
+            return self.table()[row, block].long() * size + (positions & (size - 1))
 
 
-@mutant(caught_by="attention.padding")
-class PaddingGoesToSlotZero(TorchAttention):
-    def plan(self, batch: AttentionBatch) -> None:
-        super().plan(batch)
-        self.slots = batch.slots.clamp(min=0)
+class _MovesPadding(TorchAttention):
+    """Writes padding tokens, beyond the first so many, to another slot."""
 
+    few = 0
 
-@mutant(caught_by="attention.padding")
-class PaddingGoesToTheLastSlot(TorchAttention):
-    """-1 as Python means it."""
+    def slot(self, size: int, entries: int) -> int:
+        raise NotImplementedError
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
-        self.slots = torch.where(batch.slots < 0, self._num_slots - 1, batch.slots)
+        kept = batch.num_tokens + self.few
+        for units, slots in self.slots.items():
+            moved = torch.arange(len(slots)) >= kept if len(slots) > kept else torch.zeros(len(slots), dtype=torch.bool)
+            self.slots[units] = torch.where(moved, self.slot(units.block_size, units.entries), slots)
+
+
+@mutant(caught_by="attention.padding")
+class PaddingGoesToSlotZero(_MovesPadding):
+    def slot(self, size: int, entries: int) -> int:
+        return 0
+
+
+@mutant(caught_by="attention.padding")
+class PaddingGoesToTheLastPage(_MovesPadding):
+    """Takes the page before the waste page for it."""
+
+    def slot(self, size: int, entries: int) -> int:
+        return entries - size - 1
 
 
 @mutant(caught_by="attention.write_first")
@@ -249,7 +278,7 @@ class StoresWithTheNextPlan(PlainAttention):
         later: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # slots, k, v
 
         def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-            self.later = self._backend.slots, k.clone(), v.clone()
+            self.later = self._backend.slots[self.units], k.clone(), v.clone()
 
         def store(self) -> None:
             if self.later is not None:
@@ -304,11 +333,11 @@ class CutsLargeHeads(PlainAttention):
 
 @mutant(caught_by="attention.layers")
 class OneCacheForAllLayers(TorchAttention):
-    def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        super().prepare(max_rows, max_tokens, max_len)
         first: Any = self._layers[0]
         for layer in self._layers:
-            layer._k, layer._v = first._k, first._v
+            layer._own, layer._k, layer._v = first._own, first._k, first._v
 
 
 @mutant(caught_by="attention.unlike_layers")
@@ -321,8 +350,8 @@ class GroupsHeadsAsTheFirstLayerDoes(PlainAttention):
 
 @mutant(caught_by="attention.memory")
 class SizesAllLayersByTheFirst(TorchAttention):
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        return super().bytes_per_block(self._layers[0].spec if self._layers else spec)
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return super().tensor_bytes(self._layers[0].spec if self._layers else spec, block_size)
 
 
 @mutant(caught_by="attention.window")
@@ -347,20 +376,14 @@ class TakesADecodesQToLieInOnePiece(PlainAttention):
             return super().attend(torch.as_strided(q, q.shape, torch.empty(q.shape).stride()) if decodes else q)
 
 
-@mutant(caught_by="attention.copies")
-class CopiesOnlySoManyAtOnce(TorchAttention):
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        super().copy_blocks(src[:64], dst[:64])
-
-
 @mutant(caught_by="attention.padding")
-class RoomForSomePadding(TorchAttention):
+class RoomForSomePadding(_MovesPadding):
     """More of it goes to slot 0."""
 
-    def plan(self, batch: AttentionBatch) -> None:
-        super().plan(batch)
-        if len(batch.slots) > batch.num_tokens + 16:
-            self.slots = batch.slots.clamp(min=0)
+    few = 16
+
+    def slot(self, size: int, entries: int) -> int:
+        return 0
 
 
 @mutant(caught_by="attention.refusals")
@@ -416,13 +439,13 @@ class _PlansOnlyWhatLooksNew(TorchAttention):
 @mutant(caught_by="attention.replan")
 class TakesEqualLengthsForTheSameStep(_PlansOnlyWhatLooksNew):
     def look(self, batch: AttentionBatch) -> object:
-        return batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), len(batch.slots)
+        return batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), batch.slots[0].shape[1]
 
 
 @mutant(caught_by="attention.replan")
 class TakesAsManyQueriesForTheSameStep(_PlansOnlyWhatLooksNew):
     def look(self, batch: AttentionBatch) -> object:
-        return batch.host_query_lens.tolist(), len(batch.slots)
+        return batch.host_query_lens.tolist(), batch.slots[0].shape[1]
 
 
 class _Prepared(PlainAttention):
@@ -487,20 +510,37 @@ class ScalesQInPlace(TorchAttention):
 
 @mutant(caught_by="attention.read_only")
 class MendsTheSlotsOfTheBatch(TorchAttention):
-    """Sends padding to the waste slot in the batch's own tensor."""
+    """Sends all padding to one slot in the batch's own tensor."""
 
     def plan(self, batch: AttentionBatch) -> None:
+        for slots in batch.slots:
+            slots[:, batch.num_tokens :] = slots[:, batch.num_tokens : batch.num_tokens + 1]
         super().plan(batch)
-        batch.slots[batch.slots < 0] = self._num_slots + 1
+
+
+class _KeepsMore(TorchAttention):
+    """Holds memory that isn't its own any more."""
+
+    held: list[torch.Tensor]
+
+    def __init__(self, options: Any, context: AttentionContext) -> None:
+        super().__init__(options, context)
+        self.held = []
+
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        super().prepare(max_rows, max_tokens, max_len)
+        self.hold([memory for layer in self._layers if layer.cache for memory in layer.cache.memory])
+
+    def hold(self, memory: list[torch.Tensor]) -> None:
+        raise NotImplementedError
 
 
 @mutant(caught_by="attention.memory")
-class NeverGetsSmaller(TorchAttention):
+class NeverGetsSmaller(_KeepsMore):
     """A smaller pool keeps the larger one's memory."""
 
-    def allocate(self, num_blocks: int) -> None:
-        self.most = max(num_blocks, getattr(self, "most", 0))
-        super().allocate(self.most)
+    def hold(self, memory: list[torch.Tensor]) -> None:
+        self.held = max(self.held, memory, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
 
 
 @mutant(caught_by="attention.strides")
@@ -510,41 +550,16 @@ class TakesKToLieInOnePiece(PlainAttention):
             super().write(torch.as_strided(k, k.shape, torch.empty(k.shape).stride()), v)
 
 
-@mutant(caught_by="attention.copies")
-class CopiesAllAtOnce(TorchAttention):
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        for layer in self._layers:
-            layer.copy_blocks(src, dst, self.context.block_size)
-
-
-@mutant(caught_by="attention.copies")
-class CopiesTheFirstLayerAlone(TorchAttention):
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        layers, self._layers = self._layers, self._layers[:1]
-        super().copy_blocks(src, dst)
-        self._layers = layers
-
-
-@mutant(caught_by="attention.copies")
-class CopiesVAlone(PlainAttention):
-    class layer(PlainLayer):  # noqa: N801
-        def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
-            k = self._k.clone()
-            super().copy_blocks(src, dst, block_size)
-            self._k = k
-
-
 @mutant(caught_by="attention.memory")
 class CountsKAlone(TorchAttention):
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        return super().bytes_per_block(spec) // 2
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return super().tensor_bytes(spec, block_size)[:1]
 
 
 @mutant(caught_by="attention.memory")
-class KeepsTheOldCache(TorchAttention):
-    def allocate(self, num_blocks: int) -> None:
-        self.old = [getattr(self, "old", None), *((layer._k, layer._v) for layer in self._layers)]
-        super().allocate(num_blocks)
+class KeepsTheOldCache(_KeepsMore):
+    def hold(self, memory: list[torch.Tensor]) -> None:
+        self.held += memory
 
 
 @mutant(caught_by="attention.refusals")
@@ -577,8 +592,8 @@ class LeavesOutTheSharedPrefixForDecodes(PlainAttention):
 class OpensACopyOfTheCache(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def cache_for_fused_write(self) -> FusedCache:
-            k, v = (cache[:-2].unflatten(0, (-1, self._backend.context.block_size)).clone() for cache in (self._k, self._v))
-            return FusedCache(k, v, self._backend.slots)
+            k, v = (cache.unflatten(0, (-1, self._backend.context.block_size)).clone() for cache in (self._k, self._v))
+            return FusedCache(k, v, self._backend.slots.get(self.units, torch.empty(0)))
 
 
 @mutant(caught_by="attention.mixed_graph")
@@ -640,19 +655,19 @@ class OverflowsToNaN(SmallAttention):
 
 @mutant(caught_by="attention.cache_places")
 class CountsBytesOfTheActivations(SmallAttention):
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return (block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize,) * 2
 
 
 @mutant(caught_by="attention.cache_places")
 class KeepsTheActivationsDtype(SmallAttention):
-    """Claims FP8, says that a block takes as little, and allocates the dtype of q."""
+    """Claims FP8, says that a block takes as little, and keeps K and V in the dtype of q, beside the memory that it is lent."""
 
     class layer(SmallLayer):  # noqa: N801
-        def allocate(self, num_slots: int) -> None:
-            small, self._backend.cache_dtype = self._backend.cache_dtype, self._backend.dtype
-            super().allocate(num_slots)
-            self._backend.cache_dtype = small
+        def bind(self, cache: LayerCache) -> None:
+            super().bind(cache)
+            self._own = [own.to(self._backend.dtype) for own in self._own]
+            self._k, self._v = self._own
 
 
 @mutant(caught_by="attention.graph", error=AssertionError if torch.cuda.is_available() else Untried)
@@ -774,19 +789,12 @@ class PlansWhereResultsLie(_UsesMemoryAgain):
         self.memory.zero_()
 
 
-@mutant(caught_by="attention.layers")
-class CopiesBlocksWhereResultsLie(_UsesMemoryAgain):
-    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        super().copy_blocks(src, dst)
-        self.memory.zero_()
-
-
 @mutant(caught_by="attention.replan")
 class TakesTheSameTensorsForTheSameStep(TorchAttention):
     planned: Any = None
 
     def plan(self, batch: AttentionBatch) -> None:
-        if self.planned is not None and self.planned.block_table is batch.block_table:
+        if self.planned is not None and self.planned.block_tables is batch.block_tables:
             return
         self.planned = batch
         super().plan(batch)
@@ -800,7 +808,7 @@ class KeepsTheHostsArraysToCompare(TorchAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         last, self.planned = self.planned, batch
-        if last is not None and last.block_table.equal(batch.block_table) and (last.host_kv_lens == batch.host_kv_lens).all():
+        if last is not None and last.block_tables[0].equal(batch.block_tables[0]) and (last.host_kv_lens == batch.host_kv_lens).all():
             parts = self.parts
             super().plan(batch)
             self.parts = parts
@@ -809,65 +817,67 @@ class KeepsTheHostsArraysToCompare(TorchAttention):
 
 
 class _OpenLayer(PlainLayer):
-    """Lays its cache open: padding is written to the slots beside the pool when it writes itself, and nowhere by others."""
+    """Lays its cache open."""
 
     _backend: _Open
 
     def cache_for_fused_write(self) -> FusedCache:
-        k, v = (cache[:-2].unflatten(0, (-1, self._backend.context.block_size)) for cache in (self._k, self._v))
-        return FusedCache(k, v, self._backend.open_slots)
+        k, v = (cache.view(-1, self.units.of_page, *cache.shape[1:])[:, : self.units.block_size] for cache in (self._k, self._v))
+        return FusedCache(k, v, self._backend.open_slots[self.units.group][self.units.page])
 
 
 class _Open(PlainAttention):
     """Right, and the base of those that aren't."""
 
     layer: type[PlainLayer] = _OpenLayer
-    open_slots: torch.Tensor
+    open_slots: list[torch.Tensor]  # of each group, for up to 4 pages
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         super().prepare(max_rows, max_tokens, max_len)
-        self.open_slots = torch.full((max_tokens,), -1)
+        self.open_slots = [torch.zeros((4, max_tokens), dtype=torch.int64) for _ in range(4)]
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
-        self.open_slots[: len(batch.slots)] = batch.slots
+        self.open(batch, batch.slots[0].shape[1])
+
+    def open(self, batch: AttentionBatch, tokens: int) -> None:
+        for own, slots in zip(self.open_slots, batch.slots, strict=False):
+            own[: len(slots), :tokens] = slots[:, :tokens]
 
 
 @mutant(caught_by="attention.fused_write")
 class OpensSlotsWithoutPadding(_Open):
     """This backend leaves the slots of an earlier step in the padding of `FusedCache.slots`."""
 
-    def plan(self, batch: AttentionBatch) -> None:
-        PlainAttention.plan(self, batch)
-        self.open_slots[: batch.num_tokens] = batch.slots[: batch.num_tokens]
+    def open(self, batch: AttentionBatch, tokens: int) -> None:
+        super().open(batch, batch.num_tokens)
 
 
-@mutant(caught_by="attention.fused_write")
-class OpensTheWasteSlot(_Open):
-    def plan(self, batch: AttentionBatch) -> None:
-        super().plan(batch)
-        self.open_slots[: len(self.slots)] = self.slots
+@mutant(caught_by="attention.group_block_sizes")
+class OpensSlotsOfTheFirstGroup(_Open):
+    class layer(_OpenLayer):  # noqa: N801
+        def cache_for_fused_write(self) -> FusedCache:
+            return replace(super().cache_for_fused_write(), slots=self._backend.open_slots[0][0])
 
 
 @mutant(caught_by="attention.fused_write")
 class MakesRoomForMoreSlots(_Open):
     """As soon as a step has more tokens than any before, elsewhere."""
 
-    def plan(self, batch: AttentionBatch) -> None:
-        PlainAttention.plan(self, batch)
-        if len(batch.slots) > getattr(self, "room", 0):
-            self.room = len(batch.slots)
-            self.open_slots = torch.full((self.room,), -1)
-        self.open_slots[: len(batch.slots)] = batch.slots
+    def open(self, batch: AttentionBatch, tokens: int) -> None:
+        if tokens > getattr(self, "room", 0):
+            self.room = tokens
+            self.open_slots = [torch.zeros((4, tokens), dtype=torch.int64) for _ in range(4)]
+        super().open(batch, tokens)
 
 
 @mutant(caught_by="attention.fused_write")
-class OpensTheCacheOfTheFirstAllocate(_Open):
+class OpensTheCacheOfTheFirstBind(_Open):
     class layer(_OpenLayer):  # noqa: N801
         def cache_for_fused_write(self) -> FusedCache:
             if not hasattr(self, "opened"):
                 self.opened = super().cache_for_fused_write()
-            return replace(self.opened, slots=self._backend.open_slots)
+            return replace(self.opened, slots=super().cache_for_fused_write().slots)
 
 
 @mutant(caught_by="attention.fused_write")
@@ -895,7 +905,7 @@ class _KeepsSharedPrefixes(PlainAttention):
         def attend(self, q: torch.Tensor) -> torch.Tensor:
             batch, size = self._backend.batch, self._backend.context.block_size
             if tokens := batch.shared_prefix_blocks * size:
-                looks = tokens, self._backend.look(batch.block_table[0, : batch.shared_prefix_blocks])
+                looks = tokens, self._backend.look(batch.block_tables[0][0][0, : batch.shared_prefix_blocks])
                 if getattr(self, "looks", None) != looks:
                     slots = self.slots(0, torch.arange(tokens))
                     self.looks, self.kept = looks, (self._k[slots], self._v[slots])
@@ -919,22 +929,6 @@ class TakesThePrefixOfTheSameBlocksForTheSame(_KeepsSharedPrefixes):
 
     def look(self, blocks: torch.Tensor) -> object:
         return blocks.tolist()
-
-
-@mutant(caught_by="attention.memory")
-class CountsTheSlotsOfTheFirstAllocate(TorchAttention):
-    """Padding slots are placed after the pool of the first `allocate`, although a later one made another pool."""
-
-    first: int | None = None
-
-    def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
-        self.first = self.first or self._num_slots
-
-    def plan(self, batch: AttentionBatch) -> None:
-        now, self._num_slots = self._num_slots, min(self.first or 0, self._num_slots)
-        super().plan(batch)
-        self._num_slots = now
 
 
 class _WithSinks(PlainAttention):
@@ -1121,13 +1115,237 @@ class HasRoomForFewHeads(_Latent):
 
 @mutant(caught_by="attention.v_in_k_memory")
 class CountsVOfLatentsToo(_Latent):
-    def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 2 * super().bytes_per_block(replace(spec, v_in_k=True))
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return super().tensor_bytes(spec, block_size) * (2 if spec.v_in_k else 1)
+
+
+class _Elsewhere(PlainAttention):
+    """Keeps some of K or V in memory of its own."""
+
+    capabilities = AttentionCapabilities(v_in_k=True)
+
+    class layer(PlainLayer):  # noqa: N801
+        def bind(self, cache: LayerCache) -> None:
+            super().bind(cache)
+            self.own_k, self.own_v = (torch.zeros_like(values, memory_format=torch.contiguous_format) for values in (self._k, self._v))
+
+        def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+            super().write(k, v)
+            slots = self._backend.slots[self.units]
+            self.own_k[slots] = k
+            if v is not None:
+                self.own_v[slots] = v
 
 
 @mutant(caught_by="attention.v_in_k_memory")
-class CopiesWhatIsVOfLatents(_Latent):
-    class layer(_Latent.layer):  # noqa: N801
-        def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
-            blocks = self._v[:-2].unflatten(0, (-1, block_size))
-            blocks[dst] = blocks[src]
+class KeepsTheRestOfLatentsElsewhere(_Elsewhere):
+    class layer(_Elsewhere.layer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            if self.spec.v_in_k:
+                self._k = torch.cat([self._v, self.own_k[..., self.spec.out_size :]], dim=-1)
+            return super().attend(q)
+
+
+@mutant(caught_by="attention.pages")
+class KeepsVElsewhere(_Elsewhere):
+    class layer(_Elsewhere.layer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            self._v = self.own_v
+            return super().attend(q)
+
+
+@mutant(caught_by="attention.pages")
+class TurnsTokensByTheNumberOfThePage(PlainAttention):
+    """Begins each page at another token, so that memory channels are used evenly."""
+
+    def turned(self, slots: torch.Tensor) -> torch.Tensor:
+        size = self.context.block_size
+        page = slots // size
+        return page * size + (slots + page) % size
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(replace(batch, slots=tuple(map(self.turned, batch.slots))))
+
+    class layer(PlainLayer):  # noqa: N801
+        _backend: TurnsTokensByTheNumberOfThePage
+
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            size = self.block_size()
+            return self.units.of_slots(self._backend.turned(self.table()[row, positions // size].long() * size + positions % size))
+
+
+@mutant(caught_by="attention.pages")
+class ClearsTheRestOfARow(TorchAttention):
+    """Writes whole rows of memory, whoever the rest belongs to."""
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer: Any = super().make_layer(spec)
+        write = layer.write
+
+        def write_rows(k: torch.Tensor, v: torch.Tensor | None) -> None:
+            write(k, v)
+            for memory, own in zip(layer.cache.memory, self.tensor_bytes(spec, layer.cache.block_size), strict=True):
+                memory[:, own:] = 0
+
+        layer.write = write_rows
+        return layer
+
+
+@mutant(caught_by="attention.pages")
+class WritesThePageAfterwards(TorchAttention):
+    """Zeroes the page after the one that it writes, for the tokens to come."""
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer: Any = super().make_layer(spec)
+        write = layer.write
+
+        def write_and_clear(k: torch.Tensor, v: torch.Tensor | None) -> None:
+            used = {slot // layer.units.of_page for slot in self.slots[layer.units].tolist()}
+            for memory in layer.cache.memory:
+                memory[sorted({page + 1 for page in used} - used - {len(memory)})] = 0
+            write(k, v)
+
+        layer.write = write_and_clear
+        return layer
+
+
+@mutant(caught_by="attention.memory")
+class KeepsALargerBinding(TorchAttention):
+    """As it has room for as many pages."""
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer: Any = super().make_layer(spec)
+        bind = layer.bind
+        layer.bind = lambda cache: bind(cache if layer.cache is None else max(layer.cache, cache, key=lambda known: len(known.memory[0])))
+        return layer
+
+
+@mutant(caught_by="attention.values")
+class FillsUpWithTheWastePage(PlainAttention):
+    """Gathers what rows have too little of from the waste page, with the weight 0; and 0 * NaN is NaN."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            return super().attend(q) + 0.0 * self._v[-1].sum().to(q.dtype)
+
+
+@mutant(caught_by="attention.unseen_pages")
+class LoadsUnseenPages(PlainAttention):
+    """V of tokens before the window has the weight 0."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            out = super().attend(q)
+            for row, tokens, length in self.rows():
+                out[tokens] += 0.0 * self._v[self.slots(row, torch.arange(length))].sum()
+            return out
+
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            first = 0 if self.spec.window is None else max(0, len(k) - len(q) - self.spec.window + 1)
+            return super().attend_row(q, k[first:], v[first:])
+
+
+@mutant(caught_by="attention.unseen_pages")
+class LoadsTheTileBeforeAWindow(PlainAttention):
+    """Begins at a multiple of its tile's 64 tokens."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            first = 0 if self.spec.window is None else max(0, len(k) - len(q) - self.spec.window + 1) // 64 * 64
+            return super().attend_row(q, k[first:], v[first:])
+
+
+@mutant(caught_by="attention.groups")
+class ReadsByTheFirstGroupsTable(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def table(self) -> torch.Tensor:
+            return self._backend.batch.block_tables[0][0]
+
+
+@mutant(caught_by="attention.groups")
+class WritesToTheFirstGroupsSlots(PlainAttention):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.slots = {units: units.of_slots(batch.slots[0][0]) for units in self.slots}
+
+
+@mutant(caught_by="attention.groups")
+class HasOneTableForAllGroups(PlainAttention):
+    """Reads and writes all layers by the first group's, in which nothing is released."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        groups = range(len(batch.slots))
+        super().plan(replace(batch, block_tables=tuple(batch.block_tables[0] for _ in groups), slots=tuple(batch.slots[0] for _ in groups)))
+
+
+@mutant(caught_by="attention.groups")
+class LooksBackAsFarAsTheFirstGroupWithAWindow(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            windows = [layer.spec.window for layer in self._backend._layers if layer.spec.window]
+            return (key <= at) & (key > at - windows[0]) if self.spec.window else super().seen(at, key)
+
+
+@mutant(caught_by="attention.group_pages")
+class ReadsTheFirstPageOfABlock(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def table(self) -> torch.Tensor:
+            return self._backend.batch.block_tables[self.units.group][0]
+
+
+@mutant(caught_by="attention.group_pages")
+class WritesToTheFirstPageOfABlock(PlainAttention):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.slots = {units: units.of_slots(batch.slots[units.group][0]) for units in self.slots}
+
+
+@mutant(caught_by="attention.group_pages")
+class TakesPagesOfABlockForNeighbours(PlainAttention):
+    """Finds a layer's page that far after the block's first."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def table(self) -> torch.Tensor:
+            pages = self._k.shape[0] // self.units.of_page
+            return (self._backend.batch.block_tables[self.units.group][0] + self.units.page) % pages
+
+
+@mutant(caught_by="attention.group_block_sizes")
+class DividesByTheContextsBlockSize(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            size, table = self._backend.context.block_size, self.table()[row].long()
+            return self.units.of_slots(table[(positions // size).clamp(max=len(table) - 1)] * size + positions % size)
+
+
+@mutant(caught_by="attention.group_block_sizes")
+class TakesPagesToBeAsLongAsABlock(PlainAttention):
+    """The next page begins where the layer's part of this one ends."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            size = self.block_size()
+            return (self.table()[row, positions // size].long() * size + positions % size) * self.units.of_token
+
+
+@mutant(caught_by="attention.shares")
+class HasACacheForEachLayer(PlainAttention):
+    """A layer that shares one reads its own, which nobody writes."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def bind(self, cache: LayerCache) -> None:
+            shared = self.spec.shares is not None
+            super().bind(replace(cache, memory=tuple(torch.zeros_like(memory) for memory in cache.memory)) if shared else cache)
+
+
+@mutant(caught_by="attention.shares")
+class MarksWhatItHasRead(PlainAttention):
+    """A layer that shares a cache counts readers in it."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            out = super().attend(q)
+            if self.spec.shares is not None:
+                self._k[0] += 1
+                self._k[0].nan_to_num_()
+            return out

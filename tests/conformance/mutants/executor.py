@@ -31,7 +31,7 @@ from tests.conformance.mutants import mutant
 @mutant(caught_by="executor.capacity")
 class PoolTooSmallForOneSequence(FakeExecutor):
     def start(self) -> Capacity:
-        return replace(super().start(), num_blocks=8)
+        return replace(super().start(), num_pages=8)
 
 
 @mutant(caught_by="executor.capacity")
@@ -269,12 +269,12 @@ class ReturnsOneArrayAgainAndAgain(FakeExecutor):
 
 @mutant(caught_by="executor.ownership")
 class KeepsTheArraysOfABatch(FakeExecutor):
-    """Takes a row's block table as it was given, for good."""
+    """Takes a row's block tables as they were given, for good."""
 
     def _change_rows(self, batch: Batch) -> None:
         super()._change_rows(batch)
         for new in batch.added:
-            self._rows[new.row].blocks = new.blocks  # type: ignore[assignment]
+            self._rows[new.row].tables = [*new.pages]  # type: ignore[list-item]
 
 
 class _OnARealClock(LocalExecutor):
@@ -384,7 +384,7 @@ class KeepsTheSeedOfTheRow(FakeExecutor):
 @mutant(caught_by="executor.new_blocks")
 class AppendsTheLastFirst(FakeExecutor):
     def _change_rows(self, batch: Batch) -> None:
-        super()._change_rows(replace(batch, new_block_rows=batch.new_block_rows[::-1], new_blocks=batch.new_blocks[::-1]))
+        super()._change_rows(replace(batch, new_pages=batch.new_pages[::-1]))
 
 
 @mutant(caught_by="executor.cached")
@@ -394,8 +394,8 @@ class ReadsBeforeOthersWrite(FakeExecutor):
     def _write(self, row: _Row, count: int) -> None:
         values = prefix_ids(row.tokens)
         for position in range(row.computed):
-            index, offset = divmod(position, self.options.block_size)
-            self._require(self._memory.get((row.blocks[index], offset)) == values[position], "read before it was written")
+            (page,), offset = self._block(row, 0, position)
+            self._require(self._memory.get((page, offset)) == (0, 0, values[position]), "read before it was written")
         super()._write(row, count)
 
 
@@ -411,11 +411,11 @@ class ComputesFromTheBeginning(FakeExecutor):
 class SharesABlockTooMany(FakeExecutor):
     def _read(self, row: _Row, count: int) -> None:
         first = next(iter(self._rows.values()))
-        blocks, row.blocks = row.blocks, [*first.blocks[: self.shared], *row.blocks[self.shared :]]
+        tables, row.tables = row.tables, [[*first.tables[0][: self.shared], *row.tables[0][self.shared :]]]
         try:
             super()._read(row, count)
         finally:
-            row.blocks = blocks
+            row.tables = tables
 
     def submit(self, batch: Batch) -> int:
         self.shared = batch.shared_prefix_blocks + 1 if batch.shared_prefix_blocks else 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
-from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVContext
+from dovetail.api.kv_cache import HOLE, Allocation, KVContext, PageCopy, PageCounts, Pages
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
-from dovetail_kv_cache.prefix import Digest, HashChain, PrefixCache, PrefixOptions, _Table
+from dovetail_kv_cache.pool import BlockPool
+from dovetail_kv_cache.prefix import Digest, HashChain, PrefixCache, PrefixOptions, _Group, _Hit, _Table
 from tests.conformance.mutants import mutant
 
 # Whose blocks
@@ -16,21 +19,18 @@ from tests.conformance.mutants import mutant
 
 @mutant(caught_by="kv_cache.private")
 class HitsInTheWrongOrder(PrefixCache):
-    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
-        allocation, hits = super()._allocate_first(request, num_tokens), self._hits(request)
-        if allocation is None or not allocation.cached:
-            return allocation
-        table = self._tables[request.id].blocks
-        table[: len(hits)] = table[: len(hits)][::-1]
-        return Allocation(tuple(table), allocation.cached)
+    def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
+        hit = super()._search(hashes, tokens)
+        return hit._replace(blocks=tuple(blocks[::-1] for blocks in hit.blocks))
 
 
 @mutant(caught_by="kv_cache.counts")
 class FreesWhatOthersHold(PrefixCache):
     def free(self, request: Request) -> None:
         if request.id in self._tables:
-            for block in self._tables[request.id].own:
-                self._pool.refs[block] = 1
+            for group in range(len(self._groups)):
+                for block in self._tables[request.id].own(group):
+                    self._pool.refs[block] = 1
         super().free(request)
 
 
@@ -39,22 +39,27 @@ class PinsTheHitTooLate(PrefixCache):
     """A new block may be one of the hit's."""
 
     def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
-        hits, wanted = self._hits(request), -(-num_tokens // self._block_size)
-        if self._first_cost(hits, wanted, {}) > self._pool.available:
-            return None
-        new = [self._pool.take() for _ in range(wanted - len(hits))]
-        self._pool.hold(hits)
-        self._tables[request.id] = _Table(request, hits + new, num_tokens, num_found=len(hits))
-        return Allocation((*hits, *new), len(hits) * self._block_size)
+        hit = self._hit(request)
+        if self._first_cost(hit, num_tokens, {}) > self._pool.available or not hit.tokens:
+            return super()._allocate_first(request, num_tokens)
+        found = [hit.tokens // group.spec.block_tokens for group in self._groups]
+        tokens = max(num_tokens, hit.tokens)
+        new = [self._pool.take(group.spec.blocks(tokens) - found[group.number], group.number) for group in self._groups]
+        for group in self._groups:
+            self._pool.hold(hit.blocks[group.number], group.number)
+        unseen = [whole - len(blocks) for whole, blocks in zip(found, hit.blocks, strict=True)]
+        tables = [[HOLE] * holes + old + more for holes, old, more in zip(unseen, hit.blocks, new, strict=True)]
+        self._tables[request.id] = _Table(request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens)
+        return Allocation(tuple(map(self._pages, range(len(tables)), tables)), hit.tokens)
 
 
 @mutant(caught_by="kv_cache.table")
 class TakesABlockAhead(PrefixCache):
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        return super().blocks_needed(request, num_tokens + self._block_size, without)
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        return super().pages_needed(request, num_tokens + self._hash_tokens, without)
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
-        return super().allocate(request, num_tokens + self._block_size)
+        return super().allocate(request, num_tokens + self._hash_tokens)
 
 
 @mutant(caught_by="kv_cache.counts")
@@ -62,9 +67,9 @@ class CountsHoldersForBlocks(PrefixCache):
     """A shared block counts as many times as it is held."""
 
     @property
-    def counts(self) -> BlockCounts:
+    def counts(self) -> PageCounts:
         counts = super().counts
-        return BlockCounts(counts.free, sum(self._pool.refs), counts.cached)
+        return PageCounts(counts.free, sum(self._pool.refs), counts.cached, counts.held_by_group)
 
 
 @mutant(caught_by="kv_cache.counts")
@@ -72,29 +77,60 @@ class LosesTheLastBlock(PrefixCache):
     def free(self, request: Request) -> None:
         table = self._tables.get(request.id)
         if table is not None:
-            self._pool.refs[table.blocks[-1]] += 1
+            self._pool.refs[table.blocks[0][-1]] += 1
         super().free(request)
 
 
+class _Leaky(BlockPool):
+    """Counts what it has lost as free, but can't give it."""
+
+    __slots__ = ()
+
+    @property
+    def available(self) -> int:
+        return len(self._empty) + sum(len(self.pages(block)) for block in self._cached)
+
+    @property
+    def counts(self) -> PageCounts:
+        held, cached = sum(self._held), self.available - len(self._empty)
+        return PageCounts(self._size - held - cached, held, cached)
+
+
+class _Hiding(PrefixCache):
+    Pool: type[_Leaky]
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self._pool = self.Pool(context.num_pages, self._widths)
+
+    @property
+    def available_pages(self) -> int:
+        return self.context.num_pages - self.counts.held
+
+    def check_integrity(self) -> None: ...
+
+
 @mutant(caught_by="kv_cache.no_leak")
-class LosesABlockAndHidesIt(PrefixCache):
-    """The counts are of the tables, not of the pool."""
+class LosesABlockAndHidesIt(_Hiding):
+    Pool = _Leaky
 
     def free(self, request: Request) -> None:
         super().free(request)
         if len(self._pool._empty) > 1:
             self._pool._empty.pop(0)
 
-    @property
-    def counts(self) -> BlockCounts:
-        held, cached = sum(refs > 0 for refs in self._pool.refs), super().counts.cached
-        return BlockCounts(self.context.num_blocks - held - cached, held, cached)
 
-    @property
-    def available_blocks(self) -> int:
-        return self.context.num_blocks - self.counts.held
+class _FirstPages(_Leaky):
+    __slots__ = ()
 
-    def check_integrity(self) -> None: ...
+    def _dissolve(self, block: int) -> None:
+        self.rest[block] = ()
+        super()._dissolve(block)
+
+
+@mutant(caught_by="kv_cache.no_leak")
+class ReleasesTheFirstPageOfABlock(_Hiding):
+    Pool = _FirstPages
 
 
 @mutant(caught_by="kv_cache.lawful")
@@ -107,7 +143,7 @@ class FreesOnlyWhatHolds(PrefixCache):
 @mutant(caught_by="kv_cache.integrity")
 class TakesTrimmedBlocksForLost(PrefixCache):
     def check_integrity(self) -> None:
-        if any(table.num_trimmed for table in self._tables.values()):
+        if any(any(table.released) for table in self._tables.values()):
             raise DovetailError("a table has lost blocks")
 
 
@@ -142,18 +178,17 @@ class SortsGeneratedTokens(PrefixCache):
 @mutant(caught_by="kv_cache.answers")
 class GivesOutItsOwnTable(PrefixCache):
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
-        first = request.id not in self._tables
         allocation = super().allocate(request, num_tokens)
-        return allocation and Allocation(self._tables[request.id].blocks if first else allocation.blocks, allocation.cached)  # type: ignore[arg-type]
+        return allocation and Allocation(tuple(self._tables[request.id].blocks), allocation.cached)  # type: ignore[arg-type]
 
 
 @mutant(caught_by="kv_cache.answers")
 class UsesOneListOfCopies(PrefixCache):
     def __init__(self, options: PrefixOptions, context: KVContext) -> None:
         super().__init__(options, context)
-        self.told: list[BlockCopy] = []
+        self.told: list[PageCopy] = []
 
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         self.told[:] = super().take_copies()
         return self.told
 
@@ -197,48 +232,49 @@ class PinsTheHitOfARequestThatDoesNotFit(PrefixCache):
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         allocation = super().allocate(request, num_tokens)
         if allocation is None and request.id not in self._tables:
-            self._pool.hold(self._hits(request))
+            for group, blocks in enumerate(self._hit(request).blocks):
+                self._pool.hold(blocks, group)
         return allocation
 
 
-@mutant(caught_by="kv_cache.blocks_needed")
+@mutant(caught_by="kv_cache.pages_needed")
 class TakesCachedHitsForNothing(PrefixCache):
     """A hit on a block that nobody holds leaves one available block fewer."""
 
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
         if request.id in self._tables:
-            return super().blocks_needed(request, num_tokens, without)
-        return max(0, -(-num_tokens // self._block_size) - len(self._hits(request)))
+            return super().pages_needed(request, num_tokens, without)
+        return max(0, self.context.layout.pages(num_tokens) - self.context.layout.pages(self.lookup(request)))
 
 
-@mutant(caught_by="kv_cache.blocks_needed_without")
+@mutant(caught_by="kv_cache.pages_needed_without")
 class IgnoresWithout(PrefixCache):
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        return super().blocks_needed(request, num_tokens)
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        return super().pages_needed(request, num_tokens)
 
 
-@mutant(caught_by="kv_cache.blocks_needed_without")
+@mutant(caught_by="kv_cache.pages_needed_without")
 class CountsSharedBlocksAsFreed(PrefixCache):
     """Blocks that others hold, too, don't become available."""
 
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        shared = {block for other in without for block in self._tables[other.id].own}
-        return super().blocks_needed(request, num_tokens) - len(shared)
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        shared = self._holders(self._tables[other.id] for other in without)
+        return super().pages_needed(request, num_tokens) - sum(len(self._pool.pages(block)) for block in shared)
 
 
-@mutant(caught_by="kv_cache.blocks_needed_without")
+@mutant(caught_by="kv_cache.pages_needed_without")
 class TakesTheirHitsForNothing(PrefixCache):
     """A hit on a block that only those freed held leaves one available block fewer."""
 
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        freed = -super().blocks_needed(without[0], 1, without) if without else 0
-        return super().blocks_needed(request, num_tokens) - freed
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        freed = -super().pages_needed(without[0], 1, without) if without else 0
+        return super().pages_needed(request, num_tokens) - freed
 
 
 @mutant(caught_by="kv_cache.pure")
 class LookupKeepsFromEviction(PrefixCache):
     def lookup(self, request: Request) -> int:
-        for block in self._hits(request):
+        for block in chain.from_iterable(self._hit(request).blocks):
             if block in self._pool._cached:
                 self._pool._cached.remove(block)
                 self._pool._cached.append(block)
@@ -252,8 +288,8 @@ class LookupKeepsFromEviction(PrefixCache):
 class FindsTheWholeRequest(PrefixCache):
     def lookup(self, request: Request) -> int:
         found, end = super().lookup(request), request.num_tokens
-        last = end - self._block_size
-        whole = found == last and self._chain(request).extend(end // self._block_size)[-1] in self._pool.block_of
+        last = end - self._hash_tokens
+        whole = len(self._groups) == 1 and found == last and self._chain(request).extend(end // self._hash_tokens)[-1] in self._pool.block_of
         return end if whole and request.params.prompt_logprobs is None and self.options.reuse else found
 
 
@@ -272,7 +308,7 @@ class BlocksFoundByTheirOwnTokens(PrefixCache):
 
     def _chain(self, request: Request) -> HashChain:
         if self._chains.get(request.id) is None or self._chains[request.id].request is not request:
-            self._chains[request.id] = _OwnTokensOnly(request, self._block_size, self._digest)
+            self._chains[request.id] = _OwnTokensOnly(request, self._hash_tokens, self._digest)
         return self._chains[request.id]
 
 
@@ -281,7 +317,7 @@ class CommitsTheBlockBegun(PrefixCache):
     """Its end isn't computed yet."""
 
     def commit(self, request: Request, upto: int) -> None:
-        end = -(-upto // self._block_size) * self._block_size
+        end = -(-upto // self._hash_tokens) * self._hash_tokens
         super().commit(request, end if end <= request.num_tokens and end <= len(request.prompt_token_ids) else upto)
 
 
@@ -296,8 +332,9 @@ class ForgetsAtFree(PrefixCache):
 
 @mutant(caught_by="kv_cache.reuse")
 class FindsOneBlockLess(PrefixCache):
-    def _hits(self, request: Request) -> list[int]:
-        return super()._hits(request)[:-1]
+    def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
+        found = super()._search(hashes, tokens).tokens
+        return super()._search(hashes, max(0, found - self._hit_tokens))
 
 
 @mutant(caught_by="kv_cache.same_step")
@@ -308,7 +345,7 @@ class PublishesAtFree(PrefixCache):
     def free(self, request: Request) -> None:
         table = self._tables.get(request.id)
         if table is not None:
-            super().commit(request, min(request.num_tokens, len(table.blocks) * self._block_size))
+            super().commit(request, min(request.num_tokens, table.room))
         super().free(request)
 
 
@@ -329,7 +366,7 @@ class _Keyless(HashChain):
 @mutant(caught_by="kv_cache.cache_keys")
 class IgnoresCacheKeys(PrefixCache):
     def _chain(self, request: Request) -> HashChain:
-        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, self._digest, ()))
+        return self._chains.setdefault(request.id, _Keyless(request, self._hash_tokens, self._digest, ()))
 
 
 @mutant(caught_by="kv_cache.cache_keys")
@@ -337,18 +374,18 @@ class JoinsCacheKeys(PrefixCache):
     """("a", "b") is ("ab",)."""
 
     def _chain(self, request: Request) -> HashChain:
-        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, self._digest, ("".join(request.cache_keys),)))
+        return self._chains.setdefault(request.id, _Keyless(request, self._hash_tokens, self._digest, ("".join(request.cache_keys),)))
 
 
 @mutant(caught_by="kv_cache.prompt_logprobs")
 class TakesNoLogprobsWantedForNone(PrefixCache):
     """`prompt_logprobs=0` asks for those of the prompt's own tokens."""
 
-    def _hits(self, request: Request) -> list[int]:
+    def _hit(self, request: Request) -> _Hit:
         if request.params.prompt_logprobs == 0:
             plain = Request(request.id, request.prompt_token_ids, SamplingParams(), max_tokens=1, cache_keys=request.cache_keys)
-            return super()._hits(plain)
-        return super()._hits(request)
+            return super()._hit(plain)
+        return super()._hit(request)
 
 
 @mutant(caught_by="kv_cache.uncommit")
@@ -367,7 +404,7 @@ class UncommitsWhatOthersComputed(PrefixCache):
 class CutsTokenIdsTo16Bits(PrefixCache):
     def _chain(self, request: Request) -> HashChain:
         tokens = [token & 0xFFFF for token in (*request.prompt_token_ids, *request.output_token_ids)]
-        return HashChain(Request(request.id, tokens, request.params, max_tokens=1, cache_keys=request.cache_keys), self._block_size, self._digest)
+        return HashChain(Request(request.id, tokens, request.params, max_tokens=1, cache_keys=request.cache_keys), self._hash_tokens, self._digest)
 
 
 @mutant(caught_by="kv_cache.reset")
@@ -406,32 +443,32 @@ class CopiesEveryBlock(PrefixCache):
     """Nothing is shared."""
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
-        source, wanted = self._table(parent, "fork").blocks, -(-num_tokens // self._block_size)
-        if wanted > self._pool.available or super().fork(parent, child, num_tokens) is None:
+        source, wanted = self._table(parent, "fork").blocks[0], -(-num_tokens // self._hash_tokens)
+        if not self._is_plain or wanted > self._pool.available or super().fork(parent, child, num_tokens) is None:
             return None
-        self._pool.release(self._tables[child.id].own)
-        blocks = tuple(self._pool.take() for _ in range(wanted))
-        self._tables[child.id].blocks[:] = blocks
-        self._copies = [BlockCopy(src, dst) for src, dst in zip(source, blocks, strict=False)]
-        return Allocation(blocks, num_tokens)
+        self._pool.release(self._tables[child.id].own(0))
+        self._tables[child.id].released = [0]
+        blocks = self._tables[child.id].blocks[0] = self._pool.take(wanted)
+        self._copies = [PageCopy(src, dst) for src, dst in zip(source, blocks, strict=False)]
+        return Allocation((tuple(blocks),), num_tokens)
 
 
 @mutant(caught_by="kv_cache.fork_copies")
 class ForgetsTheCopy(PrefixCache):
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         super().take_copies()
         return ()
 
 
 @mutant(caught_by="kv_cache.fork_copies")
 class CopiesTheWrongWay(PrefixCache):
-    def take_copies(self) -> Sequence[BlockCopy]:
-        return [BlockCopy(copy.dst, copy.src) for copy in super().take_copies()]
+    def take_copies(self) -> Sequence[PageCopy]:
+        return [PageCopy(copy.dst, copy.src) for copy in super().take_copies()]
 
 
 @mutant(caught_by="kv_cache.private")
 class TellsACopyAgain(PrefixCache):
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         return list(self._copies)
 
 
@@ -448,25 +485,212 @@ class SharesBeforeItLooksForABlock(PrefixCache):
         allocation = super().fork(parent, child, num_tokens)
         if allocation is None:
             source = self._table(parent, "fork")
-            self._pool.hold(source.blocks[source.num_trimmed : num_tokens // self._block_size])
+            self._pool.hold(source.blocks[0][source.released[0] : num_tokens // self._groups[0].spec.block_tokens])
         return allocation
 
 
 @mutant(caught_by="kv_cache.trim")
 class TrimsABlockStillNeeded(PrefixCache):
-    def trim(self, request: Request, first_needed_token: int) -> None:
-        super().trim(request, first_needed_token + self._block_size - 1)
+    def trim(self, request: Request, computed: int) -> None:
+        super().trim(request, computed + self._hash_tokens - 1)
 
 
 @mutant(caught_by="kv_cache.trim")
 class NeverTrims(PrefixCache):
-    def trim(self, request: Request, first_needed_token: int) -> None: ...
+    def trim(self, request: Request, computed: int) -> None: ...
 
 
 @mutant(caught_by="kv_cache.trim")
 class TrimsOneTokenLate(PrefixCache):
-    def trim(self, request: Request, first_needed_token: int) -> None:
-        super().trim(request, max(0, first_needed_token - 1))
+    def trim(self, request: Request, computed: int) -> None:
+        super().trim(request, max(0, computed - 1))
+
+
+@mutant(caught_by="kv_cache.trim")
+class TrimsOneTokenEarly(PrefixCache):
+    def trim(self, request: Request, computed: int) -> None:
+        super().trim(request, computed + 1)
+
+
+@mutant(caught_by="kv_cache.trim")
+class TrimsFullAttentionToo(PrefixCache):
+    """As far as the smallest window sees."""
+
+    def trim(self, request: Request, computed: int) -> None:
+        groups = self._groups
+        self._groups = [group._replace(spec=replace(group.spec, window=groups[-1].spec.window)) for group in groups]
+        super().trim(request, computed)
+        self._groups = groups
+
+
+@mutant(caught_by="kv_cache.trim")
+class TrimsOneGroupOnly(PrefixCache):
+    def trim(self, request: Request, computed: int) -> None:
+        groups = self._groups
+        self._groups = [group if group.number == len(groups) - 1 else group._replace(spec=replace(group.spec, window=None)) for group in groups]
+        super().trim(request, computed)
+        self._groups = groups
+
+
+@mutant(caught_by="kv_cache.reuse")
+class ForgetsWhatItTrims(PrefixCache):
+    """A later request with the same prefix sees these blocks."""
+
+    def trim(self, request: Request, computed: int) -> None:
+        table = self._table(request, "trim")
+        before = list(table.released)
+        super().trim(request, computed)
+        for blocks, start, end in zip(table.blocks, before, table.released, strict=True):
+            for block in blocks[start:end]:
+                if self._pool.refs[block] == 0 and self._pool._hash_of[block]:
+                    self._pool.unpublish(block, self._pool._hash_of[block])
+
+
+# Groups
+
+
+@mutant(caught_by="kv_cache.hit")
+class AsksTheFirstGroupOnly(PrefixCache):
+    def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
+        found, blocks = self._find(self._groups[0], hashes, tokens)
+        hit = super()._search(hashes, found)
+        return hit._replace(tokens=found, blocks=(blocks, *hit.blocks[1:]))
+
+
+@mutant(caught_by="kv_cache.hit")
+class ForgetsTheOldestBlockOfAWindow(PrefixCache):
+    """Of those that later tokens see."""
+
+    def _find(self, group: _Group, hashes: list[bytes], tokens: int) -> tuple[int, list[int]]:
+        window = group.spec.window
+        if window is None or window <= group.spec.block_tokens:
+            return super()._find(group, hashes, tokens)
+        return super()._find(group._replace(spec=replace(group.spec, window=window - group.spec.block_tokens)), hashes, tokens)
+
+
+@mutant(caught_by="kv_cache.reuse")
+class WantsWhatNoWindowSees(PrefixCache):
+    """Every group must have all blocks of a prefix."""
+
+    def _find(self, group: _Group, hashes: list[bytes], tokens: int) -> tuple[int, list[int]]:
+        tokens, blocks = super()._find(group._replace(spec=replace(group.spec, window=None)), hashes, tokens)
+        return tokens, blocks[group.spec.first_visible_block(tokens) :]
+
+
+@mutant(caught_by="kv_cache.exclusive")
+class MixesTheHashesOfGroups(PrefixCache):
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self._groups = [group._replace(salt=b"") for group in self._groups]
+
+
+@mutant(caught_by="kv_cache.hit_length")
+class FindsABlockOfTheSmallestGroup(PrefixCache):
+    """That isn't the end of a block in the others."""
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self._hit_tokens = context.layout.block_size
+
+
+@mutant(caught_by="kv_cache.holes")
+class LosesTheOldestBlockThatAHitSees(PrefixCache):
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        allocation = super()._allocate_first(request, num_tokens)
+        if allocation is None or not allocation.cached:
+            return allocation
+        table, pages = self._tables[request.id], list(allocation.pages)
+        seen, width = table.released[-1], self._widths[-1]
+        if seen * self._groups[-1].spec.block_tokens < allocation.cached:
+            pages[-1] = (*pages[-1][: seen * width], *[HOLE] * width, *pages[-1][(seen + 1) * width :])
+        return Allocation(tuple(pages), allocation.cached)
+
+
+@mutant(caught_by="kv_cache.fork")
+class SharesWhatTheParentReleased(PrefixCache):
+    """Its pages belong to others."""
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().fork(parent, child, num_tokens)
+        if allocation is None:
+            return None
+        stale = self._table(parent, "fork")
+        released = stale.released[0] * self._widths[0]
+        old = [page for block in stale.blocks[0][: stale.released[0]] for page in (block,) * self._widths[0]]
+        return Allocation(((*old, *allocation.pages[0][released:]), *allocation.pages[1:]), allocation.cached)
+
+
+@mutant(caught_by="kv_cache.fork_copies")
+class CopiesTheFirstPageOfABlock(PrefixCache):
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        before = len(self._copies)
+        allocation = super().fork(parent, child, num_tokens)
+        self._copies[before:] = [copy for copy in self._copies[before:] if self._pool.refs[copy.dst]]
+        return allocation
+
+
+@mutant(caught_by="kv_cache.fork_copies")
+class CopiesTheFirstGroupOnly(PrefixCache):
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        before = len(self._copies)
+        allocation = super().fork(parent, child, num_tokens)
+        if allocation is not None:
+            self._copies[before:] = [copy for copy in self._copies[before:] if copy.dst in allocation.pages[0]]
+        return allocation
+
+
+@mutant(caught_by="kv_cache.table")
+class GivesOnePageABlock(PrefixCache):
+    def _pages(self, group: int, blocks: Sequence[int]) -> Pages:
+        return tuple(blocks)
+
+
+@mutant(caught_by="kv_cache.held_by_group")
+class CountsBlocksByGroup(PrefixCache):
+    """Not pages."""
+
+    @property
+    def counts(self) -> PageCounts:
+        counts = super().counts
+        blocks = tuple(held // width for held, width in zip(counts.held_by_group, self._widths, strict=False))
+        return PageCounts(counts.free, counts.held, counts.cached, blocks)
+
+
+@mutant(caught_by="kv_cache.held_by_group")
+class CountsTheFirstGroupForAll(PrefixCache):
+    @property
+    def counts(self) -> PageCounts:
+        counts = super().counts
+        return PageCounts(counts.free, counts.held, counts.cached, (counts.held, *[0] * (len(self._groups) - 1)))
+
+
+@mutant(caught_by="kv_cache.tables")
+class LeavesOutWhatWasTrimmed(PrefixCache):
+    def tables(self, request: Request) -> tuple[Pages, ...]:
+        table = self._table(request, "tables")
+        return tuple(self._pages(group, table.own(group)) for group in range(len(self._groups)))
+
+
+@mutant(caught_by="kv_cache.tables")
+class KnowsOnlyTheFirstTables(PrefixCache):
+    """Not what was appended."""
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.first: dict[str, tuple[Pages, ...]] = {}
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().allocate(request, num_tokens)
+        if allocation is not None:
+            self.first.setdefault(request.id, allocation.pages)
+        return allocation
+
+    def tables(self, request: Request) -> tuple[Pages, ...]:
+        return self.first.get(request.id) or super().tables(request)
+
+    def free(self, request: Request) -> None:
+        self.first.pop(request.id, None)
+        super().free(request)
 
 
 @mutant(caught_by="kv_cache.forgets")
@@ -482,8 +706,8 @@ class NotesWhatWasLookedUp(PrefixCache):
 
 @mutant(caught_by="kv_cache.reuse")
 class FindsSoManyBlocksAtMost(PrefixCache):
-    def _hits(self, request: Request) -> list[int]:
-        return super()._hits(request)[:512]
+    def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
+        return super()._search(hashes, min(tokens, 512 * self._hit_tokens))
 
 
 # At the edges
@@ -493,7 +717,7 @@ class FindsSoManyBlocksAtMost(PrefixCache):
 class TakesFewerTokensOfTheSameBlock(PrefixCache):
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         table = self._tables.get(request.id)
-        if table is not None and -(-num_tokens // self._block_size) == len(table.blocks):
+        if table is not None and self.context.layout.capacity(num_tokens) == table.room:
             num_tokens = max(num_tokens, table.num_tokens)
         return super().allocate(request, num_tokens)
 
@@ -509,18 +733,18 @@ class TakesFewerTokensThanWereForked(PrefixCache):
 
 @mutant(caught_by="kv_cache.misuse")
 class TrimsNothingOfNobody(PrefixCache):
-    def trim(self, request: Request, first_needed_token: int) -> None:
+    def trim(self, request: Request, computed: int) -> None:
         if request.id in self._tables:
-            super().trim(request, first_needed_token)
+            super().trim(request, computed)
 
 
 @mutant(caught_by="kv_cache.misuse")
 class FreesNothingOfNobody(PrefixCache):
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        return super().blocks_needed(request, num_tokens, [other for other in without if other.id in self._tables])
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        return super().pages_needed(request, num_tokens, [other for other in without if other.id in self._tables])
 
 
-@mutant(caught_by="kv_cache.blocks_needed")
+@mutant(caught_by="kv_cache.pages_needed")
 class RefusesAgainWhatItRefused(PrefixCache):
     """Fewer tokens would fit."""
 
@@ -529,11 +753,11 @@ class RefusesAgainWhatItRefused(PrefixCache):
         self.refused: dict[str, int] = {}  # request id -> the blocks available then
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
-        if self.refused.get(request.id) == self.available_blocks:
+        if self.refused.get(request.id) == self.available_pages:
             return None
-        allocation, hits = super().allocate(request, num_tokens), request.id not in self._tables and self._hits(request)
+        allocation, hits = super().allocate(request, num_tokens), request.id not in self._tables and self.lookup(request)
         if allocation is None and hits:
-            self.refused[request.id] = self.available_blocks
+            self.refused[request.id] = self.available_pages
         return allocation
 
     def free(self, request: Request) -> None:
@@ -592,9 +816,9 @@ class KeepsABlockUncommittedInPart(PrefixCache):
     """Unless it is the last."""
 
     def uncommit(self, request: Request, upto: int) -> None:
-        end = -(-upto // self._block_size)
+        end = -(-upto // self._hash_tokens)
         last = end >= self._table(request, "uncommit").num_committed
-        super().uncommit(request, upto if last else end * self._block_size)
+        super().uncommit(request, upto if last else end * self._hash_tokens)
 
 
 @mutant(caught_by="kv_cache.uncommit")
@@ -675,7 +899,7 @@ class ASecondResetForgivesReaders(PrefixCache):
 
 @mutant(caught_by="kv_cache.fork_copies")
 class SortsManyCopies(PrefixCache):
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         copies = super().take_copies()
         return sorted(copies, key=lambda copy: copy.dst) if len(copies) > 2 else copies
 
@@ -684,17 +908,18 @@ class SortsManyCopies(PrefixCache):
 class CopiesABlockOnce(PrefixCache):
     """If three samples fork one request, only the last gets a copy of the partial block."""
 
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         copies = super().take_copies()
         return list({copy.src: copy for copy in copies}.values()) if len(copies) > 2 else copies
 
 
 @mutant(caught_by="kv_cache.lawful")
 class TrimsForwardsOnly(PrefixCache):
-    def trim(self, request: Request, first_needed_token: int) -> None:
-        if first_needed_token // self._block_size < self._table(request, "trim").num_trimmed:
+    def trim(self, request: Request, computed: int) -> None:
+        unseen, table = self._groups[-1].spec.first_visible_block(computed), self._table(request, "trim")
+        if unseen < table.released[-1] <= len(table.blocks[-1]):
             raise DovetailError("trimmed backwards")
-        super().trim(request, first_needed_token)
+        super().trim(request, computed)
 
 
 @mutant(caught_by="kv_cache.request_untouched")

@@ -336,7 +336,7 @@ class RotatesInHalfPrecision(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         if context.dtype != torch.float32:
-            table = model.rotary.table
+            table = model.rotaries[0].table
             table.copy_(table.acos().nan_to_num().to(torch.float8_e4m3fn).float().cos())
         return model  # type: ignore[no-any-return]
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
+from dovetail.testing import make_request
 from dovetail_schedulers.fcfs import FCFS
 from dovetail_schedulers.in_order import grant_in_order
 from dovetail_schedulers.priority import Priority
@@ -128,13 +129,10 @@ class FreesBlocksItself(Plain):
 
 @mutant(caught_by="scheduler.memory")
 class TakesBlocksBehindTheBack(Plain):
-    def on_arrival(self, request: Request) -> None:
-        self.newest = request
-
     def schedule(self, step: Any) -> None:
         super().schedule(step)
-        if step.index == 0 and step.waiting:
-            step._kv.allocate(self.newest, 1)
+        if step.index == 0 and step.free_blocks:
+            step._kv.allocate(make_request("nobody's"), 1)
 
 
 @mutant(caught_by="scheduler.read_only")
@@ -367,7 +365,7 @@ class SharesAClassAttribute(Plain):
 
     def schedule(self, step: Step) -> None:
         self.steps.append(step.index)
-        serve(step, step.waiting if len(self.steps) % 2 else step.waiting[::-1])
+        serve(step, step.waiting if len(self.steps) < 5 else step.waiting[::-1])
 
 
 @mutant(caught_by="scheduler.replay")

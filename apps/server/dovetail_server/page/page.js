@@ -139,6 +139,13 @@ function showList(id, pairs) {
   }));
 }
 
+// The shares of the KV cache that groups of layers hold, if there are several.
+function heldByGroup(live) {
+  const groups = Object.entries(live.held_by_group);
+  const blocks = live.blocks.held + live.blocks.cached + live.blocks.free;
+  return groups.length > 1 ? groups.map(([name, held]) => [`KV cache held: ${name}`, inUnits(blocks ? held / blocks : 0, "%")]) : [];
+}
+
 function showCounts(live) {
   const number = (value) => value.toLocaleString("en");
   const ended = Object.entries(live.finished).filter(([reason, count]) => count || reason === "stop" || reason === "length");
@@ -147,6 +154,7 @@ function showCounts(live) {
     ["prompt tokens", number(live.prompt_tokens)],
     ["found in the prefix cache", number(live.cached_tokens)],
     ["preemptions", number(live.preemptions)],
+    ...heldByGroup(live),
     ...ended.map(([reason, count]) => [`requests ended: ${reason}`, number(count)]),
   ]);
 }

@@ -37,7 +37,7 @@ def _norm_turn_write(
     positions,
     k_cache,
     v_cache,
-    slots,  # [tokens] int64; -1: not stored
+    slots,  # [tokens] int64
     k_scale,  # [] float32
     v_scale,
     eps,

@@ -33,7 +33,7 @@ CLAUSES: Marks = {
         "only read": held("batch_untouched", "ownership"),
         "leading blocks": held("shared_prefix"),
         "`submit` runs the model": held("late", "late_overlap"),
-        "the row that gets": held("new_blocks"),
+        "(group, row, page)": held("new_blocks"),
         "distinct rows": held("neighbours", "idle"),
         "*": held("chunks", "limits"),
     },

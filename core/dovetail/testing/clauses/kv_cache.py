@@ -6,13 +6,31 @@ from dovetail.testing.clauses import TOLD, Marks, held
 
 CLAUSES: Marks = {
     "module": TOLD,
-    "KVGroup": TOLD,
-    "KVLayout": {"so that no block can be trimmed": TOLD, "*": TOLD},
+    "CacheGroup": TOLD,
+    "CacheGroup.blocks": held("table"),
+    "CacheGroup.first_visible_block": held("trim", "holes"),
+    "KVLayout": TOLD,
     "KVContext": held("pure"),
-    "KVCapabilities": {"`reuse`": held("hit", "reuse"), "`fork`": held("fork"), "`trim`": held("trim"), "*": held("hygiene.capabilities")},
-    "Allocation": {"Result of": TOLD, "are appended": held("table", "private"), "except in the first call": held("hit")},
-    "BlockCopy": held("fork_copies"),
-    "BlockCounts": {"they always add up": held("counts"), "taken when free ones run out": held("no_leak"), "*": held("counts")},
+    "KVCapabilities": {
+        "`reuse`": held("hit", "reuse"),
+        "`fork`": held("fork"),
+        "`trim`": held("trim"),
+        "`groups`": held("table", "private"),
+        "*": held("hygiene.capabilities"),
+    },
+    "Allocation": {
+        "Result of": TOLD,
+        "are appended": held("table", "private"),
+        "except in the first call": held("hit"),
+        "holds `HOLE`": held("holes"),
+    },
+    "PageCopy": held("fork_copies"),
+    "PageCounts": {
+        "they always add up": held("counts"),
+        "taken when free ones run out": held("no_leak"),
+        "by group": held("held_by_group"),
+        "*": held("counts"),
+    },
     "KVCacheManager": {
         "Misuse": held("misuse", but="more tokens than exist, in commit and fork, aren't tested"),
         "Requests are only read": held("request_untouched", "forgets", "lawful"),
@@ -20,21 +38,23 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "KVCacheManager.lookup": {
-        "a multiple of the block size": held("hit_length", "prompt_logprobs", "reuse", "generated"),
+        "a multiple of every": held("hit_length", "hit", "reuse", "generated"),
+        "Fewer than": held("hit_length", "prompt_logprobs"),
         "between equal": held("cache_keys"),
         "Changes nothing": held("pure"),
     },
-    "KVCacheManager.blocks_needed": {
-        "that freeing the requests": held("blocks_needed", "blocks_needed_without"),
-        "It fits if": held("blocks_needed"),
-        "a prefix hit": held("blocks_needed"),
+    "KVCacheManager.pages_needed": {
+        "that freeing the requests": held("pages_needed", "pages_needed_without"),
+        "It fits if": held("pages_needed"),
+        "a prefix hit": held("pages_needed"),
         "Changes nothing": held("pure"),
     },
     "KVCacheManager.allocate": {
         "exactly as many": held("table", "exclusive"),
         "acquires the prefix": held("hit", "private"),
-        "with nothing changed": held("failed_allocate", "blocks_needed"),
+        "with nothing changed": held("failed_allocate", "pages_needed"),
     },
+    "KVCacheManager.tables": {"one per group": held("tables"), "O(blocks)": TOLD},
     "KVCacheManager.commit": {
         "Let `lookup` find": held("same_step", "reuse", "hit"),
         "committed again": held("lawful", "reuse", "uncommit"),
@@ -46,8 +66,8 @@ CLAUSES: Marks = {
     "KVCacheManager.take_copies": held("fork_copies", "private"),
     "KVCacheManager.free": {"can be found": held("no_leak", "generated", "reuse"), "even if it holds no blocks": held("lawful", "forgets")},
     "KVCacheManager.trim": {
-        "only tokens before": held("trim", "lawful"),
-        "keeps its length": held("table"),
+        "in each group": held("trim", "lawful"),
+        "keep their length": held("tables"),
         "without the capability": held("lawful", but="only of managers without `trim`"),
     },
     "KVCacheManager.reset": held("reset"),
@@ -56,5 +76,5 @@ CLAUSES: Marks = {
         "is inconsistent": held("integrity", but="that it raises on an inconsistent state can't be tested from outside"),
         "*": TOLD,
     },
-    "KVCacheManager.available_blocks": held("counts"),
+    "KVCacheManager.available_pages": held("counts"),
 }

@@ -7,17 +7,16 @@ Where possible, values are chosen to reveal the fault: with q = 0 and V = its po
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle
 
-import numpy as np
 import torch
 from hypothesis import given
 
 from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.attention_bench import Bench, Case, cases
+from dovetail.testing.suites.attention_groups import AttentionGroups
 from dovetail.testing.suites.attention_judging import assert_as_defined, assert_close, assert_sees
-from dovetail.testing.suites.attention_latent import AttentionLatent
 from dovetail.testing.suites.attention_small_cache import LONG
 from dovetail.testing.suites.repeatable import repeatable
 
@@ -25,7 +24,7 @@ LONGER = 4500  # tokens: more than a kernel processes in one part
 MANY_ROWS = 70
 
 
-class AttentionSuite(AttentionLatent):
+class AttentionSuite(AttentionGroups):
     """Suite of attention backends: computed values and declared capabilities."""
 
     @check("attention.values", since="0.1")
@@ -54,7 +53,8 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.window", since="0.1", capability="window")
     def test_a_query_with_a_window_sees_that_many_tokens_itself_included(self) -> None:
-        """With `LayerSpec.window = w` a query at position p attends to positions p - w + 1 to p. Windows may differ between layers."""
+        """With `LayerSpec.window = w` a query at position p attends to positions p - w + 1 to p. Blocks wholly before the windows of a row's queries
+        have been released: the entries of its table are any pages."""
         size = self.claims.default_block_size()
         for window in (1, size, size + 1, 2 * size + 3):
             assert_sees(self.bench(self.case((0, size, 3 * size + 1), (size + 5, 7, 1), windows=(window, None), heads=2, kv_heads=1)))
@@ -84,8 +84,9 @@ class AttentionSuite(AttentionLatent):
     def test_scores_are_scaled_by_what_the_layer_says(self) -> None:
         """`LayerSpec.scale` multiplies q·k, also with a window; 1 / sqrt(head_size) is only its usual value."""
         windows = (None, 12) if self.claims.window else (None,)
-        for scale, size in product((0.02, 1.0), (min(self.head_sizes()), max(self.head_sizes()))):
-            assert_as_defined(self.bench(self.case((0, 20), (30, 1), scale=scale, head_size=size, windows=windows)))
+        for size in (min(self.head_sizes()), max(self.head_sizes())):
+            for scale in (0.02, min(1.0, 8 * size**-0.5)):  # scores of a larger one would be rounded by more than values are judged by
+                assert_as_defined(self.bench(self.case((0, 20), (30, 1), scale=scale, head_size=size, windows=windows)))
 
     @check("attention.huge_scores", since="0.1")
     def test_huge_scores_overflow_nothing(self) -> None:
@@ -154,6 +155,8 @@ class AttentionSuite(AttentionLatent):
             beyond.append(("sinks", fine, replace(layer, sinks=True)))
         if not claims.softcap:
             beyond.append(("softcap", fine, replace(layer, softcap=30.0)))
+        if not claims.groups and claims.window:
+            beyond.append(("groups", fine, replace(layer, window=4)))
         if not claims.v_in_k:
             beyond.append(("v_in_k", fine, replace(layer, v_in_k=True)))
         return beyond
@@ -164,20 +167,21 @@ class AttentionSuite(AttentionLatent):
 
     @check("attention.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_prefix_that_rows_share_is_attended_as_defined(self) -> None:
-        """`shared_prefix_blocks` means that the first blocks of all rows are the same, so that they may be read once; it changes no value. Rows may
-        still be of any kind, and layers may have windows. The prefix of one step isn't that of the next, even if they look alike."""
+        """`shared_prefix_blocks` means that the first blocks of all rows are the same in the first group, so that they may be read once; it changes
+        no value. Rows may still be of any kind, and other layers may have windows. The prefix of one step isn't that of the next, even if they look
+        alike."""
         size = self.claims.default_block_size()
         blocks = -(-160 // size)
         tails = tuple(blocks * size + n for n in (1, size, 2 * size + 3, 7, 30))
-        for last, window, told in ((1, None, (blocks, 1)), (5, 40 if self.claims.window else None, (blocks,))):
-            bench = self.bench(self.case(tails, (1,) * 4 + (last,), heads=2, kv_heads=1, padding=2, windows=(window,)))
+        for last, windows, told in ((1, (None,), (blocks, 1)), (5, (None, 40) if self.claims.groups else (None,), (blocks,))):
+            bench = self.bench(self.case(tails, (1,) * 4 + (last,), heads=2, kv_heads=1, padding=2, windows=windows))
             self.assert_shares(bench, blocks, told)
 
     @check("attention.fused_write", since="0.1", capability="fused_write")
     def test_what_is_written_into_the_open_cache_is_what_write_writes(self) -> None:
         """`cache_for_fused_write` exposes the cache: token i's K at k[slots[i] // block_size, slots[i] % block_size]. It must be the memory that
-        `attend` reads, with `slots` of the last plan, -1 for padding, at the same addresses after each plan; after another `allocate` it is the new
-        memory."""
+        `attend` reads, with `slots` of the last plan, of the layer's group and page, at the same addresses after each plan; after another `bind` it
+        is the new memory."""
         self.assert_written_when_open(self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False)))
 
     @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
@@ -194,7 +198,7 @@ class AttentionSuite(AttentionLatent):
             case = self.case(history, queries, heads=4, kv_heads=2, padding=3, windows=(None, window), mixed_graph=True)
             bench = self.bench(case)
             assert_as_defined(bench, "planned with mixed_graph: ")
-            bench.plan_rows(bench.table[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), padding=8)
+            bench.plan_padding(8)
             bench.layers[0].attend(bench.tensor(bench.q[0])[:1].repeat(8, 1, 1))
 
     @check("attention.graph", since="0.1", capability="cuda_graph")
@@ -212,7 +216,7 @@ class AttentionSuite(AttentionLatent):
         if self.claims.cuda_graph == "mixed":
             bench = self.bench(self.case((300, 5, 0, 90), (1, 1, 40, 7), heads=4, kv_heads=2, padding=15, mixed_graph=True, **scores))
             bench.compute()
-            bench.plan_rows(bench.table[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), padding=64)
+            bench.plan_padding(64)
             self.capture_and_replay(bench, "a mixed step, replayed by a graph of padding: ")
 
     def capture_and_replay(self, bench: Bench, what: str) -> None:

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, KVScales, LayerSpec
 from dovetail.testing.checks import require
+from dovetail.testing.memory import Place, bind_layers
 from dovetail.testing.suites import attention_oracle as oracle
 
 Tensors = list[list[torch.Tensor]]  # [layer][row], on the CPU, with values representable in the case's dtype
 MakeBackend = Callable[[AttentionContext], AttentionBackend]
-NO_BLOCK = 2**31 - 1  # in a block table past a row's blocks: invalid, must not be used
+ALL_BITS = 0xFF  # in each byte: NaN in every dtype of a cache
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Case:
     windows: tuple[int | None, ...] = (None,)  # by layer
     padding: int = 0  # number of tokens, and of rows except for mixed graphs
     seed: int = 0
-    spare_blocks: int = 3  # not owned by any row
+    spare_blocks: int = 3  # pages not owned by any row
     dtype: str = "float32"
     device: str = "cpu"
     scale: float | None = None  # None: 1 / sqrt(head_size)
@@ -46,7 +47,9 @@ class Case:
     shapes: tuple[tuple[int, int, int], ...] = ()  # by layer, if they differ: heads, kv_heads, head_size
     exact: bool = False  # prepare the backend for exactly this step
     poisoned: bool = True  # initialize every slot with NaN
-    earlier_blocks: int = 0  # of a pool allocated and dropped before the case's
+    earlier_pages: int = 0  # of a pool that the layers are bound to before the case's
+    places: tuple[Place, ...] = ()  # by layer; (): layers with the same window are a group, the full one first, with tensors of their own
+    shares: tuple[int | None, ...] = (None,)  # the layer whose cache a layer has; assigned to layers in turn
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -65,6 +68,7 @@ class Case:
                 softcap=self.softcaps[i % len(self.softcaps)],
                 v_in_k=self.v_in_k is not None,
                 v_head_size=self.v_in_k,
+                shares=self.shares[i % len(self.shares)],
             )
             for i, shape in enumerate(shapes)
         ]
@@ -74,12 +78,44 @@ class Case:
 
     @property
     def num_blocks(self) -> int:
+        """Number of pages if all layers are in one group of a page a block."""
         return sum(-(-length // self.block_size) for length in self.lens) + self.spare_blocks
+
+    @property
+    def placed(self) -> tuple[Place, ...]:
+        windows = sorted(set(self.windows), key=lambda window: window or 0)
+        return self.places or tuple(Place(windows.index(window), block_size=self.block_size) for window in self.windows)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Return the cache groups in order."""
+        found: list[Group] = []
+        for index in range(1 + max(place.group for place in self.placed)):
+            members = [(place, spec) for place, spec in zip(self.placed, self.specs, strict=True) if place.group == index and spec.shares is None]
+            found.append(Group(members[0][0].block_size or self.block_size, 1 + max(place.page for place, _ in members), members[0][1].window))
+        return found
+
+    @property
+    def num_pages(self) -> int:
+        return sum(-(-length // group.block_size) * group.pages for group in self.groups for length in self.lens) + self.spare_blocks
 
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
+
+
+@dataclass(frozen=True)
+class Group:
+    """A cache group: tokens and pages of a block, and the window of its layers."""
+
+    block_size: int
+    pages: int
+    window: int | None
+
+    def first_visible(self, queries: NDArray[np.int64], lens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first block that rows with `queries` of `lens` tokens see. [rows] each."""
+        return np.zeros_like(lens) if self.window is None else np.maximum(lens - queries - self.window + 1, 0) // self.block_size
 
 
 @st.composite
@@ -112,7 +148,7 @@ def cases(
 class Bench:
     """A backend with memory for a case, with NaN in every slot, and the true K, V and q of the case's rows.
 
-    `relabel` maps logical to physical blocks.
+    `relabel` maps logical to physical pages.
     """
 
     def __init__(self, make: MakeBackend, case: Case, *, relabel: int = 0) -> None:
@@ -122,13 +158,14 @@ class Bench:
         self.scales = [KVScales(*(torch.tensor(scale, device=case.device) for scale in case.scales_of(i))) for i in range(len(self.layers))]
         for layer, scales in zip(self.layers, self.scales, strict=True):
             layer.kv_scales = scales if case.cache_dtype is not None else None
-        if case.earlier_blocks:
-            self.backend.allocate(case.earlier_blocks)
-        num_slots = case.num_blocks * case.block_size
-        self.max_rows, self.max_tokens, self.max_len = 2 * len(case.lens) + 72, max(num_slots, sum(case.lens)) + case.padding, num_slots
+        if case.earlier_pages:
+            bind_layers(self.backend, self.layers, case.earlier_pages, case.placed)
+        tokens = case.num_blocks * case.block_size
+        self.max_rows, self.max_tokens, self.max_len = 2 * len(case.lens) + 72, max(tokens, sum(case.lens)) + case.padding, tokens
         if case.exact:
             self.max_rows, self.max_tokens, self.max_len = len(case.lens), sum(case.queries), max(case.lens)
-        self.table = self._table(np.random.default_rng(relabel).permutation(case.num_blocks))
+        self.groups, self.waste_page = case.groups, case.num_pages
+        self.tables = self._tables(np.random.default_rng(relabel).permutation(case.num_pages))
         generator = torch.Generator().manual_seed(case.seed)
 
         def normal(lens: tuple[int, ...], heads: Callable[[LayerSpec], int]) -> Tensors:
@@ -137,91 +174,96 @@ class Bench:
         self.k, self.v = (normal(case.lens, lambda spec: spec.kv_heads) for _ in range(2))
         if case.v_in_k is not None:
             self.v = [[row[..., : case.v_in_k] for row in rows] for rows in self.k]  # views
+        for values in (self.k, self.v):
+            values[:] = [rows if spec.shares is None else values[spec.shares] for spec, rows in zip(case.specs, values, strict=True)]
         self.q = normal(case.queries, lambda spec: spec.heads)
         self.sinks = [2 * torch.randn(spec.heads, generator=generator) + 1 if spec.sinks else None for spec in case.specs]
         for layer, sinks in zip(self.layers, self.sinks, strict=True):
             if sinks is not None:
                 layer.bind_sinks(sinks.to(case.device))
-        self.allocate()
+        self.bind()
 
-    def allocate(self) -> None:
+    def bind(self) -> None:
         """Make the pool of the case, and poison it; prepare for its steps."""
-        self.backend.allocate(self.case.num_blocks)
-        self.backend.prepare(self.max_rows, self.max_tokens, self.max_len)
+        self.pool = bind_layers(self.backend, self.layers, self.case.num_pages, self.case.placed)
         if self.case.poisoned:
-            self.poison()
+            for memory in self.pool:
+                memory.fill_(ALL_BITS)
+        self.backend.prepare(self.max_rows, self.max_tokens, self.max_len)
 
-    def _table(self, labels: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return each row's blocks, followed by invalid entries."""
-        sizes = [-(-length // self.case.block_size) for length in self.case.lens]
-        table = np.full((len(sizes), max(sizes) + 2 * (not self.case.exact)), NO_BLOCK, dtype=np.int32)
-        for row, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
-            table[row, :size] = labels[end - size : end]
-        return table
+    def _tables(self, labels: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+        """Return each group's tables [pages, rows, blocks]; entries past a row's blocks are the waste page."""
+        tables, free = [], iter(labels.tolist())
+        for group in self.groups:
+            sizes = [-(-length // group.block_size) for length in self.case.lens]
+            table = np.full((group.pages, len(sizes), max(sizes) + 2 * (not self.case.exact)), self.waste_page, dtype=np.int32)
+            for row, size in enumerate(sizes):
+                table[:, row, :size] = np.array([next(free) for _ in range(size * group.pages)], dtype=np.int32).reshape(size, group.pages).T
+            tables.append(table)
+        return tables
 
-    def poison(self) -> None:
-        """Fill every slot of the pool with NaN."""
-        nan = torch.full((self.case.num_blocks * self.case.block_size,), torch.nan)
-        self.write_pool(nan, nan)
+    @property
+    def table(self) -> NDArray[np.int32]:
+        """Return the first page of each of the first group's blocks [rows, blocks], to be changed in place."""
+        first: NDArray[np.int32] = self.tables[0][0]
+        return first
 
-    def write_pool(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Fill K and V of every slot of the pool, in every layer, with one number each: [slots]."""
-        size, blocks = self.case.block_size, np.arange(self.case.num_blocks, dtype=np.int32)
-        at_once = max(1, min(self.max_tokens, self.max_len) // size)
-        for first in range(0, len(blocks), at_once):
-            some, part = blocks[first : first + at_once], slice(first * size, (first + at_once) * size)
-            count = np.array([len(some) * size])
-            self.plan_rows(some[None], count, count)
-            for layer in self.layers:
-                shape = (-1, layer.spec.kv_heads, layer.spec.head_size)
-                filled = (values[part, None, None].expand(shape) for values in (k, v))
-                own_k, own_v = (values.to(dtype=self.case.torch_dtype, device=self.case.device).contiguous() for values in filled)
-                layer.write(own_k, None if layer.spec.v_in_k else own_v)
-
-    def plan_rows(self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> None:
-        self.backend.plan(self.batch(table, queries, lens, padding, shared))
-
-    def batch(
-        self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0
-    ) -> AttentionBatch:
-        """Return a step of rows with these block tables, that compute their last `queries` of `lens` tokens."""
-        size = self.case.block_size
-        positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
-        slots = [table[row, p // size].astype(np.int64) * size + p % size for row, p in enumerate(positions)]
+    def batch(self, rows: Sequence[int], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> AttentionBatch:
+        """Return a step of these of the case's rows, that compute their last `queries` of `lens` tokens. Entries of blocks that no query sees are
+        the waste page, as everything in the tables of padding rows."""
         starts, padding_rows = np.concatenate([[0], np.cumsum(queries)]), 0 if self.case.mixed_graph else padding
+        positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
 
         def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
             return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype).to(self.case.device)
 
+        tables, slots = [], []
+        for group, own in zip(self.groups, self.tables, strict=True):
+            size, table = group.block_size, own[:, list(rows)]  # [pages, rows, blocks]
+            written = [table[:, row, p // size].astype(np.int64) * size + p % size for row, p in enumerate(positions)]
+            waste = np.broadcast_to(self.waste_page * size + np.arange(padding) % size, (group.pages, padding))
+            slots.append(tensor(np.concatenate([*written, waste], axis=1), torch.int64))
+            unseen = np.arange(table.shape[2]) < group.first_visible(queries, lens)[:, None]
+            table[:, unseen] = self.waste_page
+            tables.append(tensor(np.pad(table, ((0, 0), (0, padding_rows), (0, 0)), constant_values=self.waste_page), torch.int32))
         return AttentionBatch(
             num_rows=len(queries),
             num_tokens=int(starts[-1]),
             query_starts=tensor(np.concatenate([starts, np.full(padding_rows, starts[-1])]), torch.int32),
             kv_lens=tensor(np.concatenate([lens, np.zeros(padding_rows, dtype=np.int64)]), torch.int32),
-            block_table=tensor(np.concatenate([table, np.full((padding_rows, table.shape[1]), -7, dtype=np.int32)]), torch.int32),
-            slots=tensor(np.concatenate([*slots, np.full(padding, -1)]), torch.int64),
+            block_tables=tuple(tables),
+            slots=tuple(slots),
             host_query_lens=queries.astype(np.int32),
             host_kv_lens=lens.astype(np.int32),
             shared_prefix_blocks=shared,
             mixed_graph=self.case.mixed_graph,
         )
 
+    def plan_rows(self, rows: Sequence[int], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> None:
+        self.backend.plan(self.batch(rows, queries, lens, padding, shared))
+
+    def plan_padding(self, tokens: int) -> None:
+        """Plan a step of no rows."""
+        self.plan_rows((), np.zeros(0, np.int64), np.zeros(0, np.int64), padding=tokens)
+
     def plan(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0) -> None:
         """Plan a step that computes tokens [start, end) of each row; rows without tokens are omitted."""
         rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
         counts = np.array([ends[row] - starts[row] for row in rows], np.int64)
-        self.plan_rows(self.table[rows], counts, np.array([ends[row] for row in rows], np.int64), padding, shared)
+        self.plan_rows(rows, counts, np.array([ends[row] for row in rows], np.int64), padding, shared)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Let the case's rows, with their blocks, stand in another order; they must be of equal lengths."""
-        self.table = self.table[list(order)]
+        self.tables = [table[:, list(order)] for table in self.tables]
         for layers in (self.k, self.v, self.q):
             layers[:] = [[rows[index] for index in order] for rows in layers]
 
-    def write(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0) -> None:
-        """Plan such a step and write its K and V; padding tokens have NaN."""
+    def write(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0, without: int | None = None) -> None:
+        """Plan such a step and write its K and V; padding tokens have NaN. `without`: the index of a layer that isn't written."""
         self.plan(starts, ends, padding, shared)
         for index, layer in enumerate(self.layers):
+            if layer.spec.shares is not None or index == without:
+                continue
             k, v = (
                 [row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v)
             )

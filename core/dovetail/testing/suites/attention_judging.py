@@ -32,7 +32,8 @@ def assert_close(bench: Bench, results: list[torch.Tensor], what: str = "") -> N
 
 def assert_sees(bench: Bench) -> None:
     """Check that each query's mean position seen is that of the positions that it should see."""
-    for layer, spec in enumerate(bench.case.specs):
+    sizes = [bench.groups[place.group].block_size for place in bench.case.placed]
+    for layer, (spec, size) in enumerate(zip(bench.case.specs, sizes, strict=True)):
         for q, v in zip(bench.q[layer], bench.v[layer], strict=True):
             q.zero_()
             v[:] = torch.arange(len(v))[:, None, None]
@@ -45,25 +46,8 @@ def assert_sees(bench: Bench) -> None:
             require(
                 abs(mean - expected) < 0.25,
                 f"the query at position {position} sees positions whose mean is {mean:.2f}; it should see {begin} to {position}, mean {expected} "
-                f"(window {spec.window}, block size {bench.case.block_size})",
+                f"(window {spec.window}, block size {size})",
             )
-
-
-def number_blocks(bench: Bench) -> None:
-    """Give each block of the pool its number (below 4): its K makes a query look at the token of that number, its V tells it and the token's."""
-    case, size = bench.case, bench.case.block_size
-    block, token = torch.arange(case.num_blocks).repeat_interleave(size), torch.arange(size).repeat(case.num_blocks)
-    k, v = 30.0 * (token == block % size), 4.0 * block + token
-    bench.write_pool(k, v)
-
-
-def numbers_of_blocks(bench: Bench, layer: Any) -> dict[str, list[int]]:
-    """Return the numbers that the K and the V of each block hold, as attention reads them; -1 where it reads NaN."""
-    count, size = bench.case.num_blocks, bench.case.block_size
-    bench.plan_rows(np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int64), np.full(count, size))
-    q = torch.ones((count, bench.case.heads, bench.case.head_size), dtype=bench.case.torch_dtype, device=bench.case.device)
-    values = [round(value) for value in layer.attend(q).double().cpu().mean((1, 2)).nan_to_num(-1).tolist()]
-    return {"K": [value % 4 if value >= 0 else -1 for value in values], "V": [value // 4 for value in values]}
 
 
 def share_prefix(bench: Bench, blocks: int, onto: NDArray[np.int32]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
+from dovetail.api.attention import AttentionContext
 from dovetail.testing.checks import check, require
-from dovetail.testing.suites.attention_judging import assert_as_defined, assert_close, tensor_bytes
+from dovetail.testing.suites.attention_judging import assert_as_defined
 from dovetail.testing.suites.attention_scores import AttentionScores
 
 SIZES = ((24, 16), (576, 512))  # of K, and of V in it
@@ -27,21 +26,11 @@ class AttentionLatent(AttentionScores):
 
     @check("attention.v_in_k_memory", since="0.3", capability="v_in_k")
     def test_a_block_of_latents_takes_the_memory_of_k_and_is_copied(self) -> None:
-        """`bytes_per_block` and `allocate` count K once; `copy_blocks` copies it."""
+        """`tensor_bytes` has one tensor, with K; a page that is copied there holds V too."""
         size = self.claims.default_block_size()
-        bench = self.bench(self.case((size + 3,), (1,), heads=4, kv_heads=1, head_size=24, v_in_k=16))
-        bench.compute()
-        first, spare = int(bench.table[0, 0]), next(block for block in range(bench.case.num_blocks) if block not in bench.table[0])
-        bench.backend.copy_blocks(*(torch.tensor([block], device=self.place) for block in (first, spare)))
-        bench.table[0, 0] = spare
-        bench.plan(bench.case.history, bench.case.lens)
-        assert_close(bench, bench.attend(), "of a block that was copied: ")
-        [spec] = bench.case.specs
-        expected = size * spec.head_size * bench.case.torch_dtype.itemsize
-        said = bench.backend.bytes_per_block(spec)
-        require(said == expected, f"bytes_per_block says {said} bytes, K of a block is {expected}")
-        bench.backend.allocate(64)
-        few = tensor_bytes(bench.backend, bench.layers)
-        bench.backend.allocate(576)
-        per_block = (tensor_bytes(bench.backend, bench.layers) - few) / 512
-        require(abs(per_block - said) <= 0.02 * said, f"bytes_per_block says {said} bytes, allocate() takes {per_block:.0f} for each block more")
+        case = self.case((size + 3,), (1,), heads=4, kv_heads=1, head_size=24, v_in_k=16)
+        [spec] = case.specs
+        expected = (size * spec.head_size * case.torch_dtype.itemsize,)
+        said = self.make(AttentionContext(self.place, case.dtype, size)).tensor_bytes(spec, size)
+        require(said == expected, f"tensor_bytes says {said} bytes, K of a block is {expected}")
+        self.assert_copied(case)

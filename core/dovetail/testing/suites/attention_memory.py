@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionContext, FusedCache, LayerSpec
+from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache, LayerSpec
 from dovetail.testing.checks import check, fail, require
-from dovetail.testing.suites.attention_bench import Bench, Case
+from dovetail.testing.memory import bind_layers
+from dovetail.testing.suites.attention_bench import ALL_BITS, Bench, Case
 from dovetail.testing.suites.attention_judging import (
     assert_as_defined,
     assert_close,
-    number_blocks,
-    numbers_of_blocks,
     share_prefix,
     tensor_bytes,
 )
 from dovetail.testing.suites.attention_subject import AttentionSubject
 
-COPIES = (
-    (),
-    ((0, 1),),
-    ((0, 1), (1, 2), (2, 3)),
-    ((0, 1), (1, 0)),
-    ((0, 1), (2, 1), (1, 3)),
-    ((3, 0), (0, 3), (2, 0), (0, 1)),
-    (*((0, 1),) * 70, (1, 2), (2, 3)),
-    ((1, 1), (1, 2)),
-)  # (from, to)
 MEMORY_BESIDE = 1.25  # maximum size of a block, as a multiple of K and V
+GAP = 64  # bytes of a page's row beyond the layer's own
 LARGE = 2**16 + 2**12  # slots
-BATCH_ARRAYS = ("query_starts", "kv_lens", "block_table", "slots", "host_query_lens", "host_kv_lens")
+POOLS = (64, 64 + 512)  # pages
 
 
 class AttentionMemory(AttentionSubject):
@@ -42,8 +33,8 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.block_table", since="0.1")
     def test_which_physical_blocks_a_row_has_changes_nothing(self) -> None:
-        """K and V of token t are at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries past
-        a row's blocks must not be used."""
+        """K and V of token t are at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries that
+        no query sees are any pages, whose content must not matter."""
         size = self.claims.default_block_size()
         case = self.case((0, 2 * size, 3 * size - 1), (3 * size + 1, size, 1))
         results = []
@@ -58,7 +49,7 @@ class AttentionMemory(AttentionSubject):
     @check("attention.layers", since="0.1")
     def test_layers_have_caches_of_their_own(self) -> None:
         """`make_layer` may be called with equal specs: each layer still has its own K and V. A result is valid until the next `attend`: `write` of
-        another layer, a plan and copies of blocks must not change it."""
+        another layer and a plan must not change it."""
         bench = self.bench(self.case((0, 20), (9, 1), windows=(None, None, None)))
         assert_as_defined(bench)
         first, second, _ = bench.layers
@@ -66,9 +57,8 @@ class AttentionMemory(AttentionSubject):
         before = result.clone()
         second.write(*(bench.tensor([row[start:] for row, start in zip(rows[1], bench.case.history, strict=True)]) for rows in (bench.k, bench.v)))
         require(torch.equal(result, before), "the next layer's write() changed a result of attend()")
-        bench.backend.copy_blocks(*torch.tensor(bench.table[:2, :1], dtype=torch.int64, device=self.place))
         bench.plan((0, 0), (1, 1))
-        require(torch.equal(result, before), "copy_blocks() or the next plan() changed a result of attend()")
+        require(torch.equal(result, before), "the next plan() changed a result of attend()")
 
     @check("attention.unlike_layers", since="0.1")
     def test_layers_of_one_model_may_have_different_shapes(self) -> None:
@@ -76,7 +66,7 @@ class AttentionMemory(AttentionSubject):
         derives from one shape don't apply to another."""
         small, large = min(self.head_sizes()), max(self.small(self.head_sizes(), 128))
         shapes = ((4, 2, small), (6, 1, large), (2, 2, small))
-        windows = (None, None, 12 if self.claims.window else None)
+        windows = (None, None, 12 if self.claims.groups else None)
         assert_as_defined(self.bench(self.case((0, 20), (9, 1), shapes=shapes, windows=windows)), "beside layers of other shapes, ")
 
     @check("attention.write_first", since="0.1")
@@ -93,7 +83,7 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.padding", since="0.1")
     def test_padding_touches_nothing(self) -> None:
-        """A token with slot -1 is padding: its K and V (NaN here) aren't stored, not even at slot 0 or the last one (as index -1)."""
+        """K and V of padding tokens (NaN here) are stored in the waste page, where their slots are, and nowhere else."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             whole = 4 * size
             case = self.case((whole - 1, 0), (1, whole), block_size=size, spare_blocks=0, padding=70)  # every slot of the pool is in use
@@ -135,12 +125,11 @@ class AttentionMemory(AttentionSubject):
         """Check steps of 3 rows that come in the same tensors: other blocks alone, and other lengths alone."""
         case, (layer,) = bench.case, bench.layers
         queries, lens = np.array(case.queries), np.array(case.lens)
-        used = bench.batch(bench.table, queries, lens)
+        used = bench.batch(range(3), queries, lens)
         for order, fewer in (((0, 1, 2), 0), ((1, 2, 0), 0), ((0, 1, 2), 3), ((0, 1, 2), 0)):
             bench.reorder(order)
-            step = bench.batch(bench.table, queries, lens - fewer)
-            for name in BATCH_ARRAYS:
-                getattr(used, name)[:] = getattr(step, name)
+            for array, other in zip(_arrays(used).values(), _arrays(bench.batch(range(3), queries, lens - fewer)).values(), strict=True):
+                array[:] = other
             bench.backend.plan(used)
             now = zip(bench.k[0], bench.v[0], case.history, strict=True)
             k, v = (list(rows) for rows in zip(*((k[start - fewer :][:1], v[start - fewer :][:1]) for k, v, start in now), strict=True))
@@ -160,11 +149,11 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.large_pool", since="0.1")
     def test_slots_are_numbered_beyond_16_bits(self) -> None:
-        """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, block ids int32, and indices computed from them need 64
+        """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, page ids int32, and indices computed from them need 64
         bits."""
         size = min(self.block_sizes())
         case = self.case((0, 5, 2 * size), (2 * size + 1, 1, 3), block_size=size, heads=2, kv_heads=1, poisoned=False, spare_blocks=-(-LARGE // size))
-        assert_as_defined(self.bench(case), f"in a pool of {case.num_blocks} blocks of {size} tokens: ")
+        assert_as_defined(self.bench(case), f"in a pool of {case.num_pages} pages of {size} tokens: ")
 
     @check("attention.read_only", since="0.1")
     def test_what_it_is_given_is_only_read(self) -> None:
@@ -175,8 +164,8 @@ class AttentionMemory(AttentionSubject):
         """Check a step of 3 rows and 2 tokens of padding."""
         bench = self.bench(case)
         bench.write((0,) * 3, case.history)
-        batch = bench.batch(bench.table, np.array(bench.case.queries), np.array(bench.case.lens), padding=2)
-        step = {name: getattr(batch, name) for name in BATCH_ARRAYS}
+        batch = bench.batch(range(3), np.array(bench.case.queries), np.array(bench.case.lens), padding=2)
+        step = _arrays(batch)
         for name, values in (("k", bench.k), ("v", bench.v), ("q", bench.q)):
             starts = (0,) * 3 if name == "q" else bench.case.history
             step[name] = bench.tensor([row[start:] for row, start in zip(values[0], starts, strict=True)], padding=2)
@@ -203,57 +192,67 @@ class AttentionMemory(AttentionSubject):
             bench.layers[0].write(k, v)
             assert_close(bench, [bench.layers[0].attend(q).double().cpu()], "q, k and v as parts of one tensor: ")
 
-    @check("attention.copies", since="0.1")
-    def test_copies_of_blocks_run_as_if_one_after_the_other(self) -> None:
-        """`copy_blocks` may list a block twice, and copy what an earlier pair has written; it applies to K and V of all layers."""
+    @check("attention.pages", since="0.4")
+    def test_a_page_is_all_that_a_block_is(self) -> None:
+        """The executor copies pages: row `page` of each of `LayerCache.memory`. All of a block's K and V must lie there, in this layer's part, and
+        depend on neither the page's number nor other memory. Nothing else may be written, in the row or in other pages, but in the waste page."""
         size = self.claims.default_block_size()
-        self.assert_copies(self.case((0,), (4 * size,), windows=(None, None), spare_blocks=0), COPIES)
+        self.assert_copied(self.case((size + 3, 0), (1, size + 1), padding=2))
 
-    def assert_copies(self, case: Case, copies: Sequence[tuple[tuple[int, int], ...]]) -> None:
-        """Check each of some lists of pairs (from, to), over a pool of 4 blocks."""
-        size = case.block_size
-        for pairs in copies:
-            bench = self.bench(case)
-            number_blocks(bench)
-            blocks = list(range(4))
-            for src, dst in pairs:
-                blocks[dst] = blocks[src]
-            sources, targets = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=self.place) for i in range(2))
-            bench.backend.copy_blocks(sources, targets)
-            for index, layer in enumerate(bench.layers):
-                for what, found in numbers_of_blocks(bench, layer).items():
-                    told = f"after the copies {pairs} (from, to), layer {index} holds {what} of the blocks {found}, expected {blocks}"
-                    require(found == [block % size if what == "K" else block for block in blocks], told)
+    def assert_copied(self, case: Case) -> None:
+        """Check the case's step after each of its pages was moved to another pool, in which they are elsewhere and rows are longer."""
+        first, second = self.bench(case), self.bench(case, relabel=1)
+        first.compute()
+        longer = [memory.new_full((len(memory), memory.shape[1] + GAP), ALL_BITS) for memory in second.pool]
+        for layer in second.layers:
+            cache = layer.cache
+            require(cache is not None, "bind() kept no cache in `layer.cache`")
+            if cache is not None:
+                places = [next(i for i, own in enumerate(second.pool) if own is memory) for memory in cache.memory]
+                layer.bind(replace(cache, memory=tuple(longer[place] for place in places)))
+        second.backend.prepare(second.max_rows, second.max_tokens, second.max_len)
+        for old, new in zip(first.pool, longer, strict=True):
+            for before, after in zip(first.tables, second.tables, strict=True):
+                new[after.ravel().tolist(), : old.shape[1]] = old[before.ravel().tolist()]
+        second.plan(case.history, case.lens, case.padding)
+        assert_close(second, second.attend(case.padding), "of pages that were copied to another pool: ")
+        second.write(case.history, case.lens, case.padding)
+        assert_close(second, second.attend(case.padding), "in pages with room for more: ")
+        for memory in longer:
+            require(bool((memory[:, -GAP:] == ALL_BITS).all()), "write() changed bytes of a page beyond its `tensor_bytes`")
+        unused = sorted(set(range(case.num_pages)) - {page for table in second.tables for page in table.ravel().tolist()})
+        for memory in longer:
+            require(bool((memory[unused] == ALL_BITS).all()), f"write() changed one of the pages {unused}, which no row has")
 
     @check("attention.memory", since="0.1")
-    def test_blocks_take_the_memory_that_bytes_per_block_says(self) -> None:
-        """The engine sizes the pool by `bytes_per_block`: K and V of one block, of this layer, in the cache's dtype. `allocate` drops previous
-        allocations, and all state that refers to them."""
+    def test_blocks_take_the_memory_that_tensor_bytes_says(self) -> None:
+        """The engine sizes the pool by `tensor_bytes`: K and V of one block, of this layer, in the cache's dtype. A backend has no memory of its own
+        that grows with the pool, and after another `bind` neither the earlier memory nor state that refers to it."""
         self.assert_memory(AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size()))
-        for blocks in (1, 20):
-            case = self.case((0, 20), (9, 1), padding=2, spare_blocks=0, earlier_blocks=blocks)
-            assert_as_defined(self.bench(case), f"after an earlier allocate({blocks}): ")
+        for pages in (1, 20):
+            case = self.case((0, 20), (9, 1), padding=2, spare_blocks=0, earlier_pages=pages)
+            assert_as_defined(self.bench(case), f"after an earlier pool of {pages} pages: ")
 
     def assert_memory(self, context: AttentionContext) -> None:
-        backend = self.make(context)
+        backend, size = self.make(context), context.block_size
         layers = [backend.make_layer(LayerSpec(i, 4, kv_heads, self.head_sizes()[0], 1.0)) for i, kv_heads in enumerate((2, 4))]
-        said = sum(backend.bytes_per_block(layer.spec) for layer in layers)
+        dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
+        for layer in layers:
+            said, own = backend.tensor_bytes(layer.spec, size), size * layer.spec.kv_heads * layer.spec.head_size * dtype.itemsize
+            told = f"K and V of a block are {own} bytes each in {dtype}, tensor_bytes says {said}"
+            require(len(said) == 2 and 2 * own <= sum(said) <= MEMORY_BESIDE * 2 * own, told)
+            other = backend.tensor_bytes(layer.spec, 3 * size)
+            require(other == tuple(3 * tensor for tensor in said), f"tensor_bytes says {said} for blocks of {size} tokens, {other} for {3 * size}")
 
-        def taken(blocks: int) -> int:
-            backend.allocate(blocks)
-            return tensor_bytes(backend, layers)
+        def beside(pages: int) -> int:
+            pool = bind_layers(backend, layers, pages)
+            backend.prepare(4, 16, 64 * size)
+            return tensor_bytes(backend, layers) - sum(memory.nbytes for memory in pool)
 
-        few, many, again = taken(64), taken(64 + 512), taken(64)
-        per_block = (many - few) / 512
-        require(
-            abs(per_block - said) <= 0.02 * said,
-            f"bytes_per_block says {said} bytes for a block of both layers, allocate() takes {per_block:.0f} for each block more",
-        )
-        dtype = context.cache_dtype or context.dtype
-        own = sum(2 * context.block_size * layer.spec.kv_heads * layer.spec.head_size for layer in layers) * getattr(torch, dtype).itemsize
-        require(said <= MEMORY_BESIDE * own, f"K and V of a block of both layers are {own} bytes in {dtype}, bytes_per_block says {said}")
-        told = f"allocate(64) took {few} bytes, and {again} after allocate(576): the larger caches weren't dropped"
-        require(abs(again - few) <= 0.02 * few, told)
+        few, many, again = map(beside, (*POOLS, POOLS[0]))
+        one = sum(sum(backend.tensor_bytes(layer.spec, size)) for layer in layers)
+        told = f"beside pools of {POOLS} pages the backend holds {few} and {many} bytes, and {again} after it was bound to the first size again"
+        require(max(many, again) - few < one, told)
 
     def assert_shares(self, bench: Bench, blocks: int, told: Sequence[int]) -> None:
         """Check the bench's step with rows that begin with the same blocks, for several values of `shared_prefix_blocks`; then with other K and V
@@ -266,41 +265,40 @@ class AttentionMemory(AttentionSubject):
                 bench.write(bench.case.history, bench.case.lens, bench.case.padding, shared)
                 assert_close(bench, bench.attend(bench.case.padding), f"with {what}{shared} shared blocks: ")
 
-    def assert_written_when_open(self, bench: Bench) -> None:
-        """Check a step of 10 tokens in two rows whose K and V are written to the exposed cache: as exposed for the step, as exposed before a larger
-        and a smaller step, and after another `allocate`."""
+    def assert_written_when_open(self, bench: Bench, index: int = 0) -> None:
+        """Check a step of 10 tokens in two rows in which K and V of a layer are written to its exposed cache: as exposed for the step, as exposed
+        before a larger and a smaller step, and after another `bind`."""
         case = bench.case
         bench.write((0,) * 2, case.history)
-        kept = self.opened(bench)
+        kept = self.opened(bench, index)
         bench.plan(case.history, case.lens, padding=4)  # whose slots aren't those of a later step's padding
         larger = [max(0, length - 20) for length in case.lens]
         bench.plan(larger, case.lens, padding=3)
         bench.plan((0, 0), (1, 1))
-        again = self.opened(bench)
+        again = self.opened(bench, index)
         require(again.slots.data_ptr() == kept.slots.data_ptr(), "`slots` moved from one plan to the next")
-        self.assert_takes(bench, kept, "a cache that was laid open in an earlier step: ")
-        bench.allocate()
+        self.assert_takes(bench, index, kept, "a cache that was laid open in an earlier step: ")
+        bench.bind()
         bench.write((0,) * 2, case.history)
-        self.assert_takes(bench, self.opened(bench), "a cache that was laid open after a second allocate(): ")
+        self.assert_takes(bench, index, self.opened(bench, index), "a cache that was laid open after a second bind(): ")
 
-    def opened(self, bench: Bench) -> FusedCache:
-        """Plan the bench's step, with 2 tokens of padding, and return the exposed cache."""
+    def opened(self, bench: Bench, index: int) -> FusedCache:
+        """Plan the bench's step, with 2 tokens of padding, and return a layer's exposed cache."""
         bench.plan(bench.case.history, bench.case.lens, padding=2)
-        cache = bench.layers[0].cache_for_fused_write()
+        cache = bench.layers[index].cache_for_fused_write()
         if cache is None:
             fail("cache_for_fused_write() returned None once a step was planned")
         return cache
 
-    def assert_takes(self, bench: Bench, cache: FusedCache, what: str) -> None:
-        """Check the bench's step, whose K and V are written into an open cache as a kernel would."""
-        case, size = bench.case, bench.case.block_size
-        bench.plan(case.history, case.lens, padding=2)
+    def assert_takes(self, bench: Bench, index: int, cache: FusedCache, what: str) -> None:
+        """Check the bench's step, in which K and V of a layer are written into its open cache as a kernel would."""
+        case, size = bench.case, bench.groups[bench.case.placed[index].group].block_size
+        bench.write(case.history, case.lens, padding=2, without=index)
         slots = cache.slots[:12]
-        pool, room = case.num_blocks * size, len(cache.k) * size  # there may be blocks beside the pool, for padding
-        nowhere = all(slot == -1 or pool <= slot < room for slot in slots[10:].tolist())
-        require(nowhere, f"{what}the slots of two tokens of padding are {slots[10:].tolist()}, expected -1")
-        for into, values, scale in zip((cache.k, cache.v), (bench.k, bench.v), case.scales_of(0), strict=True):
-            step = bench.tensor([row[start:] for row, start in zip(values[0], case.history, strict=True)])
+        wasted = all(slot // size == bench.waste_page for slot in slots[10:].tolist())
+        require(wasted, f"{what}the slots of two tokens of padding are {slots[10:].tolist()}, expected some of page {bench.waste_page}")
+        for into, values, scale in zip((cache.k, cache.v), (bench.k, bench.v), case.scales_of(index), strict=True):
+            step = bench.tensor([row[start:] for row, start in zip(values[index], case.history, strict=True)])
             at = slots[:10] // size, slots[:10] % size
             if case.cache_dtype is None:
                 into[at] = step
@@ -308,6 +306,13 @@ class AttentionMemory(AttentionSubject):
                 require(cache.scales is not None, "the open cache has a smaller dtype, and no scales")
                 into.view(torch.uint8)[at] = (step.float() / scale).to(into.dtype).view(torch.uint8)
         assert_close(bench, bench.attend(padding=2), f"K and V written into {what}")
+
+
+def _arrays(batch: AttentionBatch) -> dict[str, Any]:
+    """Return all arrays and tensors of a batch by name."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    flat = {f"{name}[{i}]": part for name, value in values.items() if isinstance(value, tuple) for i, part in enumerate(value)}
+    return {name: value for name, value in (values | flat).items() if isinstance(value, np.ndarray | torch.Tensor)}
 
 
 def _host(values: Any) -> Any:

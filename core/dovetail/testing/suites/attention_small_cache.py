@@ -12,7 +12,7 @@ from dovetail.api.attention import AttentionContext
 from dovetail.testing.checks import check
 from dovetail.testing.suites.attention_bench import Case
 from dovetail.testing.suites.attention_judging import assert_as_defined
-from dovetail.testing.suites.attention_memory import COPIES, AttentionMemory
+from dovetail.testing.suites.attention_memory import AttentionMemory
 
 LONG = 1200  # tokens: enough for sums in half precision to be wrong
 KV_SCALES = ((0.037, 0.21), (0.29, 0.053))  # of K and V, by layer: neither reciprocals nor powers of two
@@ -48,6 +48,7 @@ class AttentionSmallCache(AttentionMemory):
                 assert_as_defined(bench, f"with K and V in {case.cache_dtype}, divided by {tiny:.3g}: ")
         for case in self.small_case((0, 20), (9, 1)):
             bench = self.bench(case)
+            bench.compute()
             bench.scales[0].k.fill_(1.5)
             bench.scales[0].v.fill_(0.75)
             bench.case = replace(case, kv_scales=((1.5, 0.75),))
@@ -68,11 +69,11 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_places", since="0.2", capability="cache_dtypes")
     def test_a_smaller_dtype_keeps_the_rest_of_the_contract(self) -> None:
-        """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of `bytes_per_block`, copies run in order, k and v are only
-        read, shared prefixes are read, an exposed cache has `scales` and is written like `write` does, and mixed graphs are planned."""
+        """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of `tensor_bytes`, pages can be copied, k and v are only read,
+        shared prefixes are read, an exposed cache has `scales` and is written like `write` does, and mixed graphs are planned."""
         size = self.claims.default_block_size()
-        for case in self.small_case((0,), (4 * size,), windows=(None, None), spare_blocks=0, kv_scales=((1.0, 1.0),)):
-            self.assert_copies(case, COPIES[2:4])
+        for case in self.small_case((size + 3, 0), (1, size + 1)):
+            self.assert_copied(case)
             self.assert_memory(AttentionContext(self.place, case.dtype, size, case.cache_dtype))
         for case in self.small_case((20, 0, 33), (1, 7, 1), padding=2):
             self.assert_only_read(case)

@@ -34,18 +34,19 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
 
     @check("executor.capacity", since="0.1")
     def test_the_capacity_makes_sense(self) -> None:
-        """`start` returned a `Capacity` that no engine can work with: it needs at least one block, one step in flight, two token ids; a pool that
+        """`start` returned a `Capacity` that no engine can work with: it needs at least one page, one step in flight, two token ids; a pool that
         holds one sequence of `max_model_len`, which is at most the config's value."""
         with self._bench() as bench:
             capacity, layout = bench.capacity, bench.capacity.layout
             require(isinstance(capacity, Capacity), f"start returned {capacity!r}")
-            least = {"num_blocks": 1, "max_in_flight": 1, "vocab_size": 2, "max_model_len": 1}
+            least = {"num_pages": 1, "max_in_flight": 1, "vocab_size": 2, "max_model_len": 1}
             for name, value in least.items():
                 require(type(getattr(capacity, name)) is int, f"Capacity.{name} is {getattr(capacity, name)!r}, expected an int")
                 require(getattr(capacity, name) >= value, f"Capacity.{name} is {getattr(capacity, name)}, expected {value} or more")
             require(layout.block_size >= 1 and layout.groups, f"the layout needs blocks of at least a token, and a group of layers: {layout}")
-            holds = capacity.num_blocks * layout.block_size
-            require(holds >= capacity.max_model_len, f"the pool holds {holds} tokens, fewer than one sequence of {capacity.max_model_len}")
+            needed = layout.most_pages(capacity.max_model_len, SETTINGS["max_num_batched_tokens"])
+            told = f"the pool has {capacity.num_pages} pages, and one sequence of {capacity.max_model_len} tokens needs {needed}"
+            require(capacity.num_pages >= needed, told)
             asked = SETTINGS["max_model_len"]
             require(capacity.max_model_len <= asked, f"max_model_len is {capacity.max_model_len}, and the config asks for {asked} at most")
             words = all(isinstance(key, str) and isinstance(value, str) for key, value in capacity.details.items())
@@ -234,7 +235,7 @@ class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorL
         rows, step = SETTINGS["max_num_seqs"], SETTINGS["max_num_batched_tokens"]
         with self._bench() as bench:
             longest = bench.capacity.max_model_len
-            length = min(step // rows, longest - 1, bench.capacity.num_blocks // rows * bench.block_size - 1)
+            length = min(step // rows, longest - 1, bench.num_blocks // rows * bench.block_size - 1)
             prompts = {f"r{row}": bench.prompt(length, variant=row) for row in range(rows)}
             expected = {name: bench.alone(name, prompt, 2, room=1) for name, prompt in prompts.items()}
             for name, prompt in prompts.items():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.api.executor import Batch, Capacity, Executor, Masks, NewRow, Result
-from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import fail, require
 
@@ -27,7 +27,7 @@ class Seat:
     tokens: list[int]  # known to this core: prompt, and what was collected
     prompt_len: int
     computed: int
-    blocks: list[int]
+    blocks: list[int]  # of `Bench.block_size` tokens
     sampling: RowSampling
     known: int  # to the executor: those in flight too
 
@@ -43,7 +43,9 @@ class Sent:
 
 @dataclass
 class Bench:
-    """`tokens[name]`: generated tokens of a request, in order. Any error of a valid call fails the check."""
+    """`tokens[name]`: generated tokens of a request, in order. Any error of a valid call fails the check.
+
+    A block here is of `block_size` tokens, a whole number of blocks in every cache group: its pages follow each other, group by group."""
 
     executor: Executor
     capacity: Capacity
@@ -53,7 +55,7 @@ class Bench:
     step: int = -1
 
     def __post_init__(self) -> None:
-        self._free_blocks = list(range(self.capacity.num_blocks))
+        self._free_blocks = list(range(self.num_blocks))
         self._added: list[Seat] = []
         self._removed: list[int] = []
         self._appended: list[tuple[int, int]] = []
@@ -108,7 +110,7 @@ class Bench:
             self.seats[name].blocks.append(block)
             self._appended.append((self.seats[name].row, block))
 
-    def submit(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
+    def submit(self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
         """Submit a step with the given number of tokens of each, in this order. Requests that reach their last known token sample. `shared`: number
         of common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
         batch = self.build(counts, copies, shared, late=late)
@@ -154,7 +156,7 @@ class Bench:
                 seat.tokens.append(token)
         return result
 
-    def run(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0) -> Result:
+    def run(self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0) -> Result:
         self.submit(counts, copies, shared)
         return self.collect()
 
@@ -177,11 +179,28 @@ class Bench:
 
     @property
     def block_size(self) -> int:
-        return self.capacity.layout.block_size
+        return self.capacity.layout.hit_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return self.capacity.num_pages // self.capacity.layout.pages(self.block_size)
+
+    def pages(self, blocks: Sequence[int]) -> tuple[list[int], ...]:
+        """Return the pages of `blocks`, by group."""
+        layout = self.capacity.layout
+        counts = [group.blocks(self.block_size) * group.pages_per_block for group in layout.groups]
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        return tuple(
+            [block * sum(counts) + start + page for block in blocks for page in range(count)] for start, count in zip(starts, counts, strict=True)
+        )
+
+    def copies(self, source: int, target: int) -> list[PageCopy]:
+        """Return the copies of one block's pages."""
+        return [PageCopy(src, dst) for pair in zip(self.pages([source]), self.pages([target]), strict=True) for src, dst in zip(*pair, strict=True)]
 
     # How it is sent
 
-    def build(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
+    def build(self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
         self.step += 1
         seats = [self.seats[name] for name in counts]
         appended, self._appended = self._appended, []
@@ -190,14 +209,15 @@ class Bench:
         return Batch(
             step=self.step,
             removed=np.array(sorted(set(removed)), np.int32),
-            added=tuple(_new_row(seat) for seat in added),
-            new_block_rows=np.array([row for row, _ in appended], np.int32),
-            new_blocks=np.array([block for _, block in appended], np.int32),
+            added=tuple(_new_row(seat, self.pages(seat.blocks)) for seat in added),
+            new_pages=np.array(
+                [(group, row, page) for row, block in appended for group, pages in enumerate(self.pages([block])) for page in pages], np.int32
+            ).reshape(-1, 3),
             copies=tuple(copies),
             rows=np.array([seat.row for seat in seats], np.int32),
             num_tokens=np.array(list(counts.values()), np.int32),
             yields_token=np.array([seat.computed + counts[seat.name] == seat.known for seat in seats], np.bool_),
-            shared_prefix_blocks=shared,
+            shared_prefix_blocks=shared * self.block_size // self.capacity.layout.groups[0].block_tokens,
             late=late,
         )
 
@@ -208,13 +228,13 @@ class Bench:
             fail(f"{method} raised {type(error).__name__} for a lawful step: {error}", error)
 
 
-def _new_row(seat: Seat) -> NewRow:
+def _new_row(seat: Seat, pages: Sequence[Sequence[int]]) -> NewRow:
     return NewRow(
         row=seat.row,
         request_id=seat.name,
         token_ids=np.array(seat.tokens, np.int32),
         prompt_len=seat.prompt_len,
         computed=seat.computed,
-        blocks=np.array(seat.blocks, np.int32),
+        pages=tuple(np.array(own, np.int32) for own in pages),
         sampling=seat.sampling,
     )

@@ -1,6 +1,5 @@
 """`ExecutorBlocks`: the checks of block tables, blocks that others wrote, and copies."""
 
-from dovetail.api.kv_cache import BlockCopy
 from dovetail.testing.checks import check
 from dovetail.testing.suites.executor_subject import ExecutorSubject, require_same
 
@@ -10,8 +9,8 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.new_blocks", since="0.1")
     def test_blocks_are_appended_in_order(self) -> None:
-        """Requests with growing tables generated other tokens. Append `new_blocks[i]` to the table of `new_block_rows[i]`, in order, for any order
-        of rows; another request with these blocks, in this order, must find the computed values there."""
+        """Requests with growing tables generated other tokens. Append `new_pages` (group, row, page) to the tables of their rows and groups, in
+        order, for any order of rows; another request with these blocks, in this order, must find the computed values there."""
         with self._bench() as bench:
             size = bench.block_size
             lengths = {"a": 1, "c": size}
@@ -83,7 +82,8 @@ class ExecutorBlocks(ExecutorSubject):
             bench.add("a", prompt, computed=length - 1, blocks=table)
             bench.add("twin", prompt, computed=length - 1, blocks=second, seed=bench.seats["a"].sampling.seed)
             pairs = [*zip(source.blocks, middle, strict=True), *zip(middle, table, strict=False), *zip(source.blocks, second, strict=False)]
-            bench.run({"other": length, "a": 1, "twin": 1}, copies=[BlockCopy(src, dst) for src, dst in pairs])
+            copies = [copy for src, dst in pairs for copy in bench.copies(src, dst)]
+            bench.run({"other": length, "a": 1, "twin": 1}, copies=copies)
             require_same(bench, "other", other, "in blocks that were copied before it wrote to them")
             bench.decode("a", "twin", steps=2)
             require_same(bench, "a", expected, "on copies of copies of another's blocks, which a third wrote to in the same step")

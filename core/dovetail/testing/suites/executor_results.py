@@ -82,9 +82,14 @@ class ExecutorResults(ExecutorSubject):
             counts = {name: LENGTHS[name] for name in "cab"}
             batch, seats = bench.submit(counts), [bench.seats[name] for name in counts]
             bench.collect()
-            arrays = [batch.rows, batch.num_tokens, *(new.token_ids for new in batch.added), *(new.blocks for new in batch.added)]
+            arrays = [batch.rows, batch.num_tokens, *(new.token_ids for new in batch.added), *(pages for new in batch.added for pages in new.pages)]
             prompts = [self._prompt(bench, name) for name in LENGTHS]
-            original = [[seat.row for seat in seats], [*counts.values()], *prompts, *(bench.seats[name].blocks for name in LENGTHS)]
+            original = [
+                [seat.row for seat in seats],
+                [*counts.values()],
+                *prompts,
+                *(pages for name in LENGTHS for pages in bench.pages(bench.seats[name].blocks)),
+            ]
             for array, values in zip(arrays, original, strict=True):
                 require(array.tolist() == values, f"an array of the batch was {values} and is now {array.tolist()}")
 
@@ -100,8 +105,10 @@ class ExecutorResults(ExecutorSubject):
                 batch = bench.submit({name: bench.seats[name].known - bench.seats[name].computed for name in "ca"})
                 results.append(bench.collect().token_ids)
                 for new in batch.added:
-                    new.token_ids[:] = new.blocks[:] = 0
-                for name in ("rows", "num_tokens", "yields_token", "removed", "new_blocks", "new_block_rows"):
+                    new.token_ids[:] = 0
+                    for pages in new.pages:
+                        pages[:] = 0
+                for name in ("rows", "num_tokens", "yields_token", "removed", "new_pages"):
                     getattr(batch, name)[:] = 0
             told = {name: [int(result[index]) for result in results] for index, name in enumerate("ca")}
             came = {name: list(bench.tokens[name]) for name in "ca"}

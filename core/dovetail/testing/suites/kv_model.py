@@ -1,7 +1,8 @@
 """`KVWorld`: drives a KV-cache manager like the engine does, with a model of memory that records which tokens were written where.
 
-The model has no hashes, trees, reference counts or eviction. For each slot of each block, it keeps the tokens whose K and V were written there last,
-and checks that everything a request believes to be computed is in its blocks. A twin of the manager gets the same actions but no queries.
+The model has no hashes, trees, reference counts or eviction. For each token of each page, it keeps the tokens whose K and V were written there last,
+and checks that everything a request believes to be computed is in its blocks, unless it has left the window of the block's cache group. A twin of
+the manager gets the same actions but no queries.
 
 A script (`kv_scripts`) is a list of actions, each (method of `KVWorld`, arguments); an action that is impossible in the current state is a no-op, so
 that any list is a valid script.
@@ -12,16 +13,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from dovetail.api.kv_cache import BlockCopy, KVCacheManager, KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, KVCacheManager, KVContext, KVLayout, PageCopy, Pages
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.checks import CheckFailed
 
 Act = tuple[str, tuple[Any, ...]]
-Content = tuple[tuple[str, ...], tuple[int, ...]]  # content of a slot: cache keys, and all tokens up to it
+Content = int  # `Contents`' number of a prefix: cache keys, and all tokens up to one
+Written = tuple[Content, int, int]  # what one token's part of a page holds: the content, the cache group and which page of a block it is
 
 
 class Broken(CheckFailed):
@@ -37,23 +40,32 @@ class Ended(Exception):
 
 
 READ_ONLY = (  # attributes of a request
-    *("id", "prompt_tokens", "max_tokens", "cache_keys", "num_computed", "blocks", "cached_tokens", "priority", "client", "params"),
+    *("id", "prompt_tokens", "max_tokens", "cache_keys", "num_computed", "capacity", "cached_tokens", "priority", "client", "params"),
     *("arrival_time", "deadline", "ttft_deadline", "tbt_s", "predicted_tokens", "parent", "stop_ids"),
 )
-FATAL = ("lawful", "table", "hit_length", "exclusive", "counts", "integrity")  # the state is inconsistent: the rest is meaningless, or may not end
+# After a violation of these the state is inconsistent: the rest is meaningless, or may not end.
+FATAL = ("lawful", "table", "holes", "hit_length", "exclusive", "counts", "integrity")
 
 
 @dataclass(frozen=True)
 class Shape:
     """Shape of a pool."""
 
-    block_size: int
-    num_blocks: int
-    window: int | None = None
+    groups: tuple[CacheGroup, ...]
+    num_pages: int
+
+    @property
+    def layout(self) -> KVLayout:
+        return KVLayout(self.groups, page_bytes=1, dtype="none")
 
     @property
     def context(self) -> KVContext:
-        return KVContext(KVLayout((KVGroup((0,), self.window, 1),), self.block_size, "none"), self.num_blocks)
+        return KVContext(self.layout, self.num_pages)
+
+
+def plain(block_size: int, num_pages: int, window: int | None = None) -> Shape:
+    """Return the shape of a pool of one group, whose blocks have one page."""
+    return Shape((CacheGroup((0,), block_size, window),), num_pages)
 
 
 def make_request(id: str, tokens: Sequence[int], *, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> LiveRequest:
@@ -66,19 +78,47 @@ def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
     request.output_token_ids.extend(tokens)
 
 
+class Contents:
+    """Numbers prefixes, so that they are compared in one step."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Content, int], Content] = {}  # (prefix before it, token)
+        self._known: list[tuple[tuple[str, ...], tuple[int, ...]]] = []  # by number: cache keys, tokens
+        self._roots: dict[tuple[str, ...], Content] = {}
+
+    def extend(self, keys: tuple[str, ...], contents: list[Content], tokens: Sequence[int]) -> None:
+        """Append the contents of those of `tokens` that have none yet."""
+        for token in tokens[len(contents) :]:
+            before = contents[-1] if contents else self._number(self._roots, keys, keys, ())
+            contents.append(self._number(self._numbers, (before, token), keys, (*self._known[before][1], token)))
+
+    def named(self, written: Written | None) -> str:
+        """Return `written` in words."""
+        if written is None:
+            return "nothing"
+        keys, tokens = self._known[written[0]]
+        return f"token {len(tokens) - 1} of {tokens} under {keys}, in page {written[2]} of a block of group {written[1]}"
+
+    def _number(self, numbers: dict[Any, Content], key: Any, keys: tuple[str, ...], tokens: tuple[int, ...]) -> Content:
+        if key not in numbers:
+            numbers[key] = len(self._known)
+            self._known.append((keys, tokens))
+        return numbers[key]
+
+
 @dataclass(eq=False)
 class Row:
-    """The model's state of a request: all its tokens (the last may be unknown to the manager), its table, and the tokens computed or planned."""
+    """The model's state of a request: all its tokens (the last may be unknown to the manager), its tables, and the tokens computed or planned."""
 
     request: LiveRequest
     tokens: list[int]
-    table: list[int] = field(default_factory=list)
+    tables: list[list[Pages]] = field(default_factory=list)  # by group; blocks that it doesn't hold consist of HOLEs
+    contents: list[Content] = field(default_factory=list)  # by token
     computed: int = 0
     prefill_end: int = 0  # tokens known when it was admitted
     planned_from: int | None = None  # computed before this step's grant
     admitted_now: bool = False
-    copied: range = range(0)  # positions in a block copied by a fork, until the copy is verified
-    trimmed: int = 0  # blocks
+    copied: int | None = None  # tokens taken over by a fork, until the copy of a partial block is verified
     disowned: bool = False  # by a reset: it depends on dropped values
 
     def __post_init__(self) -> None:
@@ -90,11 +130,9 @@ class Row:
         return self.computed if self.planned_from is None else self.planned_from
 
     @property
-    def own(self) -> list[int]:
-        return self.table[self.trimmed :]
-
-    def content(self, position: int) -> Content:
-        return self.request.cache_keys, tuple(self.tokens[: position + 1])
+    def pages(self) -> set[int]:
+        """Return the pages that it holds."""
+        return {page for table in self.tables for block in table for page in block if page != HOLE}
 
 
 class KVWorld:
@@ -104,13 +142,15 @@ class KVWorld:
         self.kv, self.twin, self.shape, self.watch = make(shape.context), make(shape.context), shape, watch
         self.script: Sequence[Act] = ()
         self.breaches: dict[str, Broken] = {}  # by claim
-        self.block_size, self.num_blocks, self.window = shape.block_size, shape.num_blocks, shape.window
-        self.memory: dict[tuple[int, int], Content] = {}  # (block, offset) -> content written last
-        self.committed: set[Content] = set()  # last token of each full block, unless dropped since
-        self.nothing_lost = True  # False once a block may have been evicted, or a prefix interrupted: then lookups may find less
+        self.layout, self.groups, self.num_pages = shape.layout, tuple(enumerate(shape.groups)), shape.num_pages
+        self.unit = self.layout.hit_tokens
+        self.memory: dict[int, dict[int, Written]] = {}  # page -> offset -> what was written last
+        self.contents = Contents()
+        self.committed: list[set[Content]] = [set() for _ in self.groups]  # last token of each full block, unless dropped since
+        self.nothing_lost = any(group.window != 1 for group in shape.groups)  # False once a block may have been evicted: then lookups may find less
         self.live: list[Row] = []
         self.hogs = self.looks = 0
-        self.copies: list[tuple[Sequence[BlockCopy], tuple[BlockCopy, ...]]] = []  # results of `take_copies`, and their values then
+        self.copies: list[tuple[Sequence[PageCopy], tuple[PageCopy, ...]]] = []  # results of `take_copies`, and their values then
         self.probe = make_request("probe", [98])
         self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: reused once their request has ended
 
@@ -130,16 +170,16 @@ class KVWorld:
 
     def arrive(self, base: tuple[int, ...], blocks: int, tail: int, keys: tuple[str, ...], prompt_logprobs: int | None) -> None:
         if self.ids:
-            length = max(1, blocks * self.block_size + tail)
-            tokens = [base[position // self.block_size % len(base)] for position in range(length)]
+            length = max(1, blocks * self.unit + tail)
+            tokens = [base[position // self.unit % len(base)] for position in range(length)]
             self.live.append(Row(make_request(self.ids.pop(), tokens, keys=keys, prompt_logprobs=prompt_logprobs), tokens))
 
     def hog(self, leave: int, goes: bool) -> None:
-        """Add a request that shares nothing, and takes all but a few of the available blocks; at its end they hold K and V that no other wants."""
-        blocks = self._ask("available_blocks") - leave
-        if self.ids and blocks > 0:
+        """Add a request that shares nothing, and takes all but a few of the available pages; at its end they hold K and V that no other wants."""
+        room = self._fitting(self._ask("available_pages") - leave)
+        if self.ids and room > 0:
             self.hogs += 1
-            tokens = [1000 + self.hogs] * (blocks * self.block_size)
+            tokens = [1000 + self.hogs] * room
             self.live.append(Row(make_request(self.ids.pop(), tokens), tokens))
             self.grant(len(self.live) - 1, len(tokens), 0)
             if goes:
@@ -151,14 +191,14 @@ class KVWorld:
     def grant(self, who: int, chunk: int, spare: int) -> None:
         """Allocate blocks for the next `chunk` tokens plus `spare` more, and commit these tokens."""
         row = self._row(who)
-        if row is None or row.planned_from is not None or (not row.table and len(row.tokens) > row.request.num_tokens):
+        if row is None or row.planned_from is not None or (not row.tables and len(row.tokens) > row.request.num_tokens):
             return
-        waiting = not row.table
+        waiting = not row.tables
         start = self._lookup(row) if waiting else row.computed
         end = min(start + chunk, len(row.tokens))
-        if end > start and not self._take_blocks(row, start, max(end + spare, len(row.table) * self.block_size)):
+        if end > start and not self._take_blocks(row, start, max(end + spare, self._room(row))):
             end = start + (end - start) // 2  # fewer may fit
-            if end == start or not self._take_blocks(row, start, max(end, len(row.table) * self.block_size)):
+            if end == start or not self._take_blocks(row, start, max(end, self._room(row))):
                 return
         if end > start:
             row.planned_from, row.computed, row.admitted_now = start, end, waiting
@@ -169,21 +209,21 @@ class KVWorld:
 
     def evict(self, who: int, others: int, chunk: int) -> None:
         """Free some requests that aren't planned in this step for another, and check the forecast for that one."""
-        waiting = [row for row in self.live if not row.table]
+        waiting = [row for row in self.live if not row.tables]
         if not waiting:
             return
         row = waiting[who % len(waiting)]
-        victims = [other for other in self.live if other is not row and other.table and other.planned_from is None][:others]
+        victims = [other for other in self.live if other is not row and other.tables and other.planned_from is None][:others]
         going = [victim.request for victim in victims]
         room = min(chunk, len(row.tokens))
-        foretold, available = self._ask("blocks_needed", row.request, room, going), self._ask("available_blocks")
+        foretold, available = self._ask("pages_needed", row.request, room, going), self._ask("available_pages")
         for victim in victims:
             self._release(victim)
-        freed, needed = self._ask("available_blocks") - available, self._ask("blocks_needed", row.request, room)
+        freed, needed = self._ask("available_pages") - available, self._ask("pages_needed", row.request, room)
         told = (
-            f"blocks_needed({row.request}, {room}, without={going}) was {foretold}; freeing them made {freed} available, and {needed} are needed now"
+            f"pages_needed({row.request}, {room}, without={going}) was {foretold}; freeing them made {freed} available, and {needed} are needed now"
         )
-        self._hold("blocks_needed_without", foretold == needed - freed, told)
+        self._hold("pages_needed_without", foretold == needed - freed, told)
 
     def fork(self, who: int, tokens: int) -> None:
         """Add a new request with the prompt of another."""
@@ -192,14 +232,12 @@ class KVWorld:
             return
         prompt = list(parent.request.prompt_token_ids)
         tokens = min(tokens, parent.settled, len(prompt) - 1)
-        visible_from = 0 if self.window is None else max(0, tokens - self.window + 1)
-        if not parent.table or tokens < 1 or parent.trimmed * self.block_size > visible_from:
+        if not parent.tables or tokens < 1 or any(self._seen(parent, tokens, number).count(self._hole(group)) for number, group in self.groups):
             return
         child = Row(make_request(self.ids[-1], prompt, keys=parent.request.cache_keys), prompt, prefill_end=len(prompt))
-        child.trimmed, child.disowned = parent.trimmed, parent.disowned
+        child.disowned = parent.disowned
         if self._fork_blocks(parent, child, tokens):
-            child.computed = tokens
-            child.copied = range(tokens // self.block_size * self.block_size, tokens)
+            child.computed = child.copied = tokens
             self.ids.pop()
             self.live.append(child)
 
@@ -230,17 +268,16 @@ class KVWorld:
 
     def trim(self, who: int) -> None:
         row = self._row(who)
-        if self.window is None or row is None or not row.table or row.planned_from is not None:
+        if not self.layout.has_windows or row is None or not row.tables or row.planned_from is not None:
             return
-        needed = max(0, row.computed - self.window + 1)
-        self._tell("trim", row.request, needed)
-        self.nothing_lost = False
-        self._tell("trim", row.request, needed // 2)  # no layer reads what was trimmed before
+        self._tell("trim", row.request, row.computed)
+        self._tell("trim", row.request, row.computed // 2)  # no layer reads what was trimmed before
         if self.kv.capabilities.trim:
-            row.trimmed = max(row.trimmed, needed // self.block_size)
-        held, expected = self._ask("counts").held, len(self._held())
-        told = f"trim({row.request}, {needed}) with blocks of {self.block_size} leaves {expected} blocks held; the counts say {held}"
-        self._hold("trim", held == expected, told)
+            for (_, group), table in zip(self.groups, row.tables, strict=True):
+                unseen = min(group.first_visible_block(row.computed), len(table))
+                table[:unseen] = [self._hole(group)] * unseen
+        counts, held = self._ask("counts"), sum(map(len, self._held()))
+        self._hold("trim", counts.held == held, f"trim({row.request}, {row.computed}) leaves {held} pages held, of {self.shape}; {counts}")
 
     # … and run
 
@@ -255,14 +292,10 @@ class KVWorld:
         copies = self._tell("take_copies")
         self.copies.append((copies, tuple(copies)))
         for src, dst in ((copied.src, copied.dst) for copied in copies):
-            for offset in range(self.block_size):
-                self.memory.pop((dst, offset), None)
-                if (src, offset) in self.memory:
-                    self.memory[dst, offset] = self.memory[src, offset]
+            self.memory[dst] = dict(self.memory.get(src, {}))
         for row in self.live:
             if row.planned_from is not None:
-                for position in range(row.planned_from, row.computed):
-                    self.memory[self._slot(row, position)] = row.content(position)
+                self._write(row, row.planned_from, row.computed)
                 if row.computed == len(row.tokens):
                     row.tokens.append(sampled)
             row.planned_from, row.admitted_now = None, False
@@ -274,16 +307,16 @@ class KVWorld:
         """Let the ids in flight arrive."""
         for row in self.live:
             generate(row.request, row.tokens[row.request.num_tokens :])
-            if row.table:
+            if row.tables:
                 self._commit(row)
 
     def reset(self) -> None:
         if all(row.planned_from is None for row in self.live):
             self._tell("reset")
-            self.committed.clear()
-            self.nothing_lost = True  # of what is committed from now on
+            self.committed = [set() for _ in self.groups]
+            self.nothing_lost = any(group.window != 1 for _, group in self.groups)  # of what is committed from now on
             for row in self.live:
-                row.disowned = bool(row.table)
+                row.disowned = bool(row.tables)
 
     # Calls of the manager
 
@@ -310,104 +343,148 @@ class KVWorld:
 
     def _lookup(self, row: Row) -> int:
         """Look a request up, and judge the answer."""
-        found, known, size = self._ask("lookup", row.request), row.request.num_tokens, self.block_size
-        told = f"lookup found {found} of {known} known tokens of {row.request}, with blocks of {size}"
-        self._hold("hit_length", 0 <= found < known and found % size == 0, told)
-        computed = 0
+        found, known, unit = self._ask("lookup", row.request), row.request.num_tokens, self.unit
+        told = f"lookup found {found} of {known} known tokens of {row.request}, with {self.layout.groups}"
+        self._hold("hit_length", 0 <= found < known and found % unit == 0, told)
+        findable = [0]
         if self.kv.capabilities.reuse and row.request.params.prompt_logprobs is None:
-            while computed + size < known and row.content(computed + size - 1) in self.committed:
-                computed += size
-        told = f"lookup found {found} tokens of {row.request}, of which at most {computed} were committed under its cache_keys and may be shared"
-        self._hold("hit", found <= computed, told)
-        told = f"lookup found {found} tokens of {row.request}, of which {computed} were committed, and no block has been given up since"
-        self._hold("reuse", found >= computed or not self.nothing_lost, told)
+            findable = self._findable(row)
+        told = f"{told}, of which {findable} may be found: what was committed under its cache_keys, and may be shared"
+        self._hold("hit", found in findable, told)
+        self._hold("reuse", found >= findable[-1] or not self.nothing_lost, f"{told}; no block has been given up since")
         return int(found)
+
+    def _findable(self, row: Row) -> list[int]:
+        """Return the numbers of leading known tokens that every group accepts, by what was committed."""
+        self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
+        accepted, runs = [0], [0] * len(self.groups)  # by group: blocks in a row that end here
+        for end in range(self.unit, row.request.num_tokens, self.unit):
+            accepts = True
+            for number, group in self.groups:
+                size = group.block_tokens
+                for last in range(end - self.unit + size - 1, end, size):
+                    runs[number] = runs[number] + 1 if row.contents[last] in self.committed[number] else 0
+                accepts &= runs[number] >= end // size - group.first_visible_block(end)
+            if accepts:
+                accepted.append(end)
+            elif len(self.groups) == 1 and not self.layout.has_windows:
+                break
+        return accepted
 
     def _take_blocks(self, row: Row, start: int, room: int) -> bool:
         """Give a request its first blocks, some of them hits up to `start`, or more blocks."""
-        waiting, needed, available = not row.table, self._ask("blocks_needed", row.request, room), self._ask("available_blocks")
-        before = self._snapshot()
+        waiting, needed, available = not row.tables, self._ask("pages_needed", row.request, room), self._ask("available_pages")
+        before, free = self._snapshot() if needed > available else None, self._ask("counts").free
         allocation = self._tell("allocate", row.request, room)
-        answered = "None" if allocation is None else f"{len(allocation.blocks)} blocks"
-        told = f"blocks_needed({row.request}, {room}) was {needed}, {available} were available, and allocate answered {answered}"
-        self._hold("blocks_needed", (allocation is not None) == (needed <= available), told)
+        told = f"pages_needed({row.request}, {room}) was {needed}, {available} were available, and allocate answered {allocation}"
+        self._hold("pages_needed", (allocation is not None) == (needed <= available), told)
         if allocation is None:
-            told = f"allocate({row.request}, {room}) returned None; counts, lookups and unshared blocks were {before} and are {self._snapshot()}"
-            self._hold("failed_allocate", self._snapshot() == before, told)
+            told = f"allocate({row.request}, {room}) returned None; counts, lookups and unshared pages were {before} and are {self._snapshot()}"
+            self._hold("failed_allocate", before in (None, self._snapshot()), told)
             return False
-        left = self._ask("available_blocks")
-        self._hold("blocks_needed", left == available - needed, f"{told}; now {left} are available")
+        left = self._ask("available_pages")
+        self._hold("pages_needed", left == available - needed, f"{told}; now {left} are available")
         cached = start if waiting else 0
         self._hold("hit", allocation.cached == cached, f"allocate says {allocation.cached} tokens of {row.request} are cached; lookup said {cached}")
-        self._append(row, allocation.blocks, shared=cached // self.block_size, tokens=room)
+        self._append(row, allocation, free=free, cached=cached, tokens=max(room, cached))
         return True
 
     def _fork_blocks(self, parent: Row, child: Row, tokens: int) -> bool:
-        available, before, full = self._ask("available_blocks"), self._snapshot(), tokens // self.block_size
+        copied = sum(group.pages_per_block for _, group in self.groups if tokens % group.block_tokens)
+        available, free = self._ask("available_pages"), self._ask("counts").free
+        before = self._snapshot() if copied > available else None
         allocation = self._tell("fork", parent.request, child.request, tokens)
-        told = f"fork({parent.request}, {child.request}, {tokens}) with blocks of {self.block_size}, {available} available, answered {allocation}"
+        told = f"fork({parent.request}, {child.request}, {tokens}) with {self.layout.groups}, {available} available, answered {allocation}"
         if allocation is None:
-            self._hold("fork", bool(tokens % self.block_size) and not available, f"{told}, though it needs no block or has one")
-            told = f"{told}; counts, lookups and unshared blocks were {before} and are {self._snapshot()}"
-            self._hold("failed_fork", self._snapshot() == before, told)
+            self._hold("fork", copied > available, f"{told}, though its copies need {copied} pages")
+            told = f"{told}; counts, lookups and unshared pages were {before} and are {self._snapshot()}"
+            self._hold("failed_fork", before in (None, self._snapshot()), told)
             return False
-        shares = list(allocation.blocks[:full]) == parent.table[:full]
-        self._hold("fork", allocation.cached == tokens and shares, f"{told}; the parent's table is {parent.table}")
-        self._append(child, allocation.blocks, shared=full, tokens=tokens)
+        self._hold("fork", allocation.cached == tokens, told)
+        self._append(child, allocation, free=free, cached=tokens, tokens=tokens)
+        for (_, group), mine, theirs in zip(self.groups, child.tables, parent.tables, strict=True):
+            full, hole = tokens // group.block_tokens, self._hole(group)
+            shares = all(block in (hole, other) for block, other in zip(mine[:full], theirs, strict=False))
+            self._hold("fork", shares, f"{told}; the parent holds {theirs} in that group")
         return True
 
-    def _append(self, row: Row, blocks: Sequence[int], *, shared: int, tokens: int) -> None:
-        """Append blocks to its table: the first `shared` are shared with others, the rest are new."""
-        self._hold("answers", type(blocks) is tuple and all(type(block) is int for block in blocks), f"the blocks of an allocation are {blocks!r}")
-        new, held, own = list(blocks[shared:]), self._held(), blocks if row.table else blocks[row.trimmed :]
-        told = f"{row.request} was given blocks {list(blocks)} of {self.num_blocks}, of which {new} are new, while {sorted(held)} are held"
-        sound = len(set(own)) == len(own) and not set(new) & held and all(block in range(self.num_blocks) for block in own)
+    def _append(self, row: Row, allocation: Allocation, *, free: int, cached: int, tokens: int) -> None:
+        """Append blocks to its tables: those of the first `cached` tokens are shared with others, the rest are new; `free` pages were free before."""
+        pages, held = allocation.pages, set.union(*self._held())
+        sound = type(pages) is tuple and len(pages) == len(self.groups) and all(type(own) is tuple for own in pages)
+        self._hold("answers", sound and all(type(page) is int for own in pages for page in own), f"the pages of an allocation are {pages!r}")
+        if not row.tables:
+            row.tables = [[] for _ in self.groups]
+        new = list[int]()
+        for (_, group), table, own in zip(self.groups, row.tables, pages, strict=True):
+            size, width, hole = group.block_tokens, group.pages_per_block, self._hole(group)
+            table += [own[at : at + width] for at in range(0, len(own), width)]
+            shared, unseen = cached // size, group.first_visible_block(cached) if cached else 0
+            told = f"{row.request}, {cached} of whose tokens are cached, has the table {table} in {group}"
+            self._hold("table", len(table) == group.blocks(tokens), f"{told}; it asked for {tokens} tokens, {group.blocks(tokens)} blocks")
+            holes = [HOLE in block for block in table]
+            whole = all(block == hole for block, has in zip(table[:unseen], holes, strict=False) if has)
+            new_holes = HOLE in own[unseen * width :]
+            self._hold("holes", whole and not new_holes, f"{told}; blocks from {unseen} on are seen, so that none of them may have a HOLE")
+            new += own[shared * width :]
+        pages_held = [page for table in row.tables for block in table for page in block if page != HOLE]
+        told = f"{row.request} was given pages {pages} of {self.num_pages}, of which {new} are new, while {sorted(held)} are held"
+        sound = len(set(pages_held)) == len(pages_held) and not set(new) & held and all(page in range(self.num_pages) for page in pages_held)
         self._hold("exclusive", sound, told)
-        row.table += blocks
-        self.nothing_lost &= self._ask("counts").free > 0
-        needed = -(-tokens // self.block_size)
-        told = f"{row.request} asked for {tokens} tokens, {needed} blocks of {self.block_size}, and its table has {len(row.table)}"
-        self._hold("table", len(row.table) == needed, told)
+        self.nothing_lost &= len(new) <= free
 
     def _commit(self, row: Row) -> None:
         known = min(row.computed, row.request.num_tokens)
         self._tell("commit", row.request, known)
         if not row.disowned:
-            self.committed |= {row.content(end - 1) for end in range(self.block_size, known + 1, self.block_size)}
+            self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
+            for (number, group), table in zip(self.groups, row.tables, strict=True):
+                hole, size = self._hole(group), group.block_tokens
+                full = enumerate(table[: known // size])
+                self.committed[number].update(row.contents[(index + 1) * size - 1] for index, block in full if block != hole)
 
     def _release(self, row: Row) -> None:
         """Release its blocks, after revoking its grant."""
-        if not row.table:
+        if not row.tables:
             return
         self._take_back(row)
-        foretold, available = self._freed_by([row.request]), self._ask("available_blocks")
+        foretold, available = self._freed_by([row.request]), self._ask("available_pages")
         self._tell("free", row.request)
-        freed = self._ask("available_blocks") - available
-        told = f"blocks_needed(…, without=[{row.request}]) counted off {foretold} blocks; freeing it made {freed} available"
-        self._hold("blocks_needed_without", freed == foretold, told)
-        row.table, row.computed, row.trimmed, row.admitted_now, row.copied, row.disowned = [], 0, 0, False, range(0), False
+        freed = self._ask("available_pages") - available
+        told = f"pages_needed(…, without=[{row.request}]) counted off {foretold} pages; freeing it made {freed} available"
+        self._hold("pages_needed_without", freed == foretold, told)
+        row.tables, row.computed, row.admitted_now, row.copied, row.disowned = [], 0, False, None, False
 
     def _take_back(self, row: Row) -> None:
         """Revoke its grant, if any; release requests admitted in this step that share tokens which it would have written."""
         if row.planned_from is None:
             return
-        certain = row.planned_from // self.block_size
+        before = row.planned_from
         if row.planned_from < row.request.num_tokens:  # known, so that it may have been committed
             self._tell("uncommit", row.request, row.planned_from)
         self.nothing_lost = False
         row.computed, row.planned_from, row.admitted_now = row.planned_from, None, False
         for other in self.live:
-            shares = any(a == b for a, b in zip(row.table[certain:], other.table[certain:], strict=False))
-            if other is not row and other.admitted_now and shares:
+            if other is not row and other.admitted_now and self._shares(row, other, before):
                 self._release(other)
+
+    def _shares(self, row: Row, other: Row, start: int) -> bool:
+        """Return whether two requests share blocks of tokens from `start` on."""
+        for (_, group), mine, theirs in zip(self.groups, row.tables, other.tables, strict=False):
+            first = start // group.block_tokens
+            if any(a == b != self._hole(group) for a, b in zip(mine[first:], theirs[first:], strict=False)):
+                return True
+        return False
 
     # Invariants
 
     def _check_books(self) -> None:
-        counts, held = self._ask("counts"), len(self._held())
-        told = f"{counts}, {self._ask('available_blocks')} available, of {self.num_blocks} blocks; {held} are in tables"
-        adds_up = counts.free + counts.held + counts.cached == self.num_blocks and min(counts.free, counts.held, counts.cached) >= 0
-        self._hold("counts", adds_up and counts.held == held and self._ask("available_blocks") == counts.free + counts.cached, told)
+        counts, by_group = self._ask("counts"), tuple(len(pages) for pages in self._held())
+        held = sum(by_group)
+        told = f"{counts}, {self._ask('available_pages')} available, of {self.num_pages} pages; {by_group} are in tables, by group"
+        adds_up = counts.free + counts.held + counts.cached == self.num_pages and min(counts.free, counts.held, counts.cached) >= 0
+        self._hold("counts", adds_up and counts.held == held and self._ask("available_pages") == counts.free + counts.cached, told)
+        self._hold("held_by_group", counts.held_by_group in ((), by_group), told)
         try:
             self.kv.check_integrity()
         except Exception as error:
@@ -415,16 +492,27 @@ class KVWorld:
         self.looks += 1
         if (asked := self._row(self.looks)) is not None:  # the same question again and again, whatever has changed since
             self._lookup(asked)
-        running = [row for row in self.live if row.table]
-        for group in (running[:1], running[:2], running):
-            self._check_sharing(group, [row for row in running if row not in group])
+            self._check_tables(asked)
+        running = [row for row in self.live if row.tables]
+        for count in sorted({min(1, len(running)), min(2, len(running)), len(running)}):
+            self._check_sharing(running[:count], running[count:])
 
     def _check_sharing(self, group: list[Row], rest: list[Row]) -> None:
         requests = [row.request for row in group]
-        alone = {block for row in group for block in row.own} - {block for row in rest for block in row.own}
+        alone = set[int]().union(*(row.pages for row in group)).difference(*(row.pages for row in rest))
         foretold = self._freed_by(requests)
-        told = f"blocks_needed(…, without={requests}) counts off {foretold} blocks; only in their tables are {sorted(alone)}"
-        self._hold("blocks_needed_without", foretold == len(alone), told)
+        told = f"pages_needed(…, without={requests}) counts off {foretold} pages; only in their tables are {sorted(alone)}"
+        self._hold("pages_needed_without", foretold == len(alone), told)
+
+    def _check_tables(self, row: Row) -> None:
+        """Check that the manager's tables are those that it gave, where the request holds blocks."""
+        if row.tables:
+            answer = self._ask("tables", row.request)
+            told = f"tables({row.request}) answered {answer}; it was given {row.tables}, without what was released since"
+            flat = [[page for block in table for page in block] for table in row.tables]
+            sound = type(answer) is tuple and [len(own) for own in answer] == [len(own) for own in flat]
+            pairs = zip(chain.from_iterable(flat), chain.from_iterable(answer), strict=True) if sound else ()
+            self._hold("tables", sound and all(given in (HOLE, page) for given, page in pairs), told)
 
     def _check_request(self, row: Row) -> None:
         """Check that a request is as the model made it, and its tokens those that it generated."""
@@ -436,12 +524,25 @@ class KVWorld:
 
     def _check_memory(self) -> None:
         for row in self.live:
-            for position in range(row.trimmed * self.block_size, row.computed if row.table else 0):
-                found = self.memory.get(self._slot(row, position))
-                if found != row.content(position):
-                    told = f"token {position} of {row.request} reads slot {self._slot(row, position)}, which holds the K and V of {found}"
-                    self._broken("fork_copies" if position in row.copied else "private", told)
-            row.copied = range(0)
+            self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
+            for (number, group), table in zip(self.groups, row.tables, strict=False):
+                hole = self._hole(group)
+                for index, block in enumerate(table[: group.blocks(row.computed)]):
+                    start = index * group.block_tokens
+                    end = min(start + group.block_tokens, row.computed)
+                    for part, page in enumerate(block if block != hole else ()):
+                        self._check_page(row, page, range(start, end), number, part)
+            row.copied = None
+
+    def _check_page(self, row: Row, page: int, positions: range, group: int, part: int) -> None:
+        """Check that `page`, of a block of the request, holds its tokens `positions`."""
+        memory = self.memory.get(page, {})
+        for offset, position in enumerate(positions):
+            found = memory.get(offset)
+            if found != (row.contents[position], group, part):
+                told = f"token {position} of {row.request} reads page {page}, offset {offset}, which holds {self.contents.named(found)}"
+                copied = row.copied is not None and position < row.copied < positions.start + self.groups[group][1].block_tokens
+                self._broken("fork_copies" if copied else "private", told)
 
     def _end(self) -> None:
         """Let all requests end; then let one take the whole pool."""
@@ -450,11 +551,13 @@ class KVWorld:
         self._tell("free", self.probe)
         for copies, then in self.copies:
             self._hold("answers", tuple(copies) == then, f"take_copies returned {list(then)}, which is now {list(copies)}")
-        counts, room = self._ask("counts"), self.num_blocks * self.block_size
-        self._hold("no_leak", counts.held == 0, f"every request has ended, and {counts}")
-        allocation = self._tell("allocate", make_request("last", [99] * room), room)
-        whole = allocation is not None and sorted(allocation.blocks) == list(range(self.num_blocks))
-        self._hold("no_leak", whole, f"every request has ended, and one that needs all {self.num_blocks} blocks gets {allocation}; {counts}")
+        counts, room = self._ask("counts"), self._fitting(self.num_pages)
+        self._hold("no_leak", counts.held == 0 and self._ask("available_pages") == self.num_pages, f"every request has ended, and {counts}")
+        if room:
+            allocation = self._tell("allocate", make_request("last", [99] * room, prompt_logprobs=0), room)
+            pages = [] if allocation is None else [page for own in allocation.pages for page in own]
+            whole = len(set(pages)) == self.layout.pages(room) and set(pages) <= set(range(self.num_pages))
+            self._hold("no_leak", whole, f"every request has ended, and one that needs {self.layout.pages(room)} pages gets {allocation}; {counts}")
 
     # Helpers
 
@@ -473,17 +576,45 @@ class KVWorld:
     def _row(self, who: int) -> Row | None:
         return self.live[who % len(self.live)] if self.live else None
 
-    def _slot(self, row: Row, position: int) -> tuple[int, int]:
-        return row.table[position // self.block_size], position % self.block_size
+    def _hole(self, group: CacheGroup) -> Pages:
+        return (HOLE,) * group.pages_per_block
 
-    def _held(self) -> set[int]:
-        return {block for row in self.live for block in row.own}
+    def _room(self, row: Row) -> int:
+        """Return the number of tokens that its blocks have room for."""
+        return min((len(table) * group.block_tokens for (_, group), table in zip(self.groups, row.tables, strict=False)), default=0)
+
+    def _fitting(self, pages: int) -> int:
+        """Return the number of tokens, in whole blocks, that fit into `pages` pages."""
+        step = self.layout.block_size
+        room = 0
+        while self.layout.pages(room + step) <= pages:
+            room += step
+        return room
+
+    def _seen(self, row: Row, tokens: int, number: int) -> list[Pages]:
+        """Return the blocks of the first `tokens` tokens that later ones see."""
+        group = self.groups[number][1]
+        return row.tables[number][group.first_visible_block(tokens) : group.blocks(tokens)]
+
+    def _held(self) -> list[set[int]]:
+        """Return the pages in tables, by group."""
+        tables = [[row.tables[number] for row in self.live if row.tables] for number, _ in self.groups]
+        return [set(chain.from_iterable(chain.from_iterable(own))) - {HOLE} for own in tables]
+
+    def _write(self, row: Row, start: int, end: int) -> None:
+        """Write K and V of tokens `start` … `end` - 1."""
+        self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
+        for (number, group), table in zip(self.groups, row.tables, strict=True):
+            for position in range(start, end):
+                index, offset = divmod(position, group.block_tokens)
+                for part, page in enumerate(table[index]):
+                    self.memory.setdefault(page, {})[offset] = row.contents[position], number, part
 
     def _freed_by(self, requests: Sequence[LiveRequest]) -> int:
-        """Return how many blocks freeing `requests` would make available, by what another request of one token would need."""
-        return 1 - int(self._ask("blocks_needed", self.probe, 1, requests))
+        """Return how many pages freeing `requests` would make available, by what another request of one token would need."""
+        return self.layout.pages(1) - int(self._ask("pages_needed", self.probe, 1, requests))
 
     def _snapshot(self) -> object:
         """Return all answers that a failing call must not change."""
-        alone = [self._freed_by([row.request]) for row in self.live if row.table]
+        alone = [self._freed_by([row.request]) for row in self.live if row.tables]
         return self._ask("counts"), [self._ask("lookup", row.request) for row in self.live], alone

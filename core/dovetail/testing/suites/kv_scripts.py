@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from dovetail.api.kv_cache import KVCacheManager, KVContext
+from dovetail.api.kv_cache import CacheGroup, KVCacheManager, KVContext
 from dovetail.testing.checks import CheckFailed
-from dovetail.testing.suites.kv_model import Act, Broken, KVWorld, Shape
+from dovetail.testing.suites.kv_model import Act, Broken, KVWorld, Shape, plain
 
 BLOCK_SIZES = (1, 2, 3, 16)
+GROUP_SIZES = ((1, 1, 1), (2, 2, 2), (4, 2, 2), (2, 4, 1), (2, 3, 6), (1, 3, 3))  # block sizes of the groups of a layout
 WEIGHTS = {
     "arrive": 4, "step": 4, "grant": 1, "evict": 2, "fork": 1, "preempt": 1, "preempt_last_granted": 1, "finish": 2, "trim": 1, "submit": 1,
     "deliver": 1, "hog": 1, "reset": 0.3, "take_back_last_granted": 0.5,
@@ -17,7 +18,17 @@ WEIGHTS = {
 
 
 def draw_shape(random: Random) -> Shape:
-    return Shape(random.choice(BLOCK_SIZES), random.randint(1, 16), random.choice([None, None, 1, 2, 5]))
+    return plain(random.choice(BLOCK_SIZES), random.randint(1, 16), random.choice([None, None, 1, 2, 5]))
+
+
+def draw_groups(random: Random) -> Shape:
+    """Draw a shape of one to three groups, mostly one of full attention and others; blocks of up to three pages."""
+    windows = [*random.sample([1, 2, 3, 5, 8, 20], random.choice([0, 1, 1, 2])), random.choice([None, None, None, 4])]
+    windows.sort(key=lambda window: window or 0)
+    sizes = random.choice(GROUP_SIZES)
+    groups = tuple(CacheGroup((index,), sizes[index], window, random.choice([1, 1, 2, 3])) for index, window in enumerate(windows))
+    shape = Shape(groups, 0)
+    return Shape(groups, random.randint(1, 12) * shape.layout.pages(shape.layout.hit_tokens))
 
 
 def draw_script(random: Random) -> list[Act]:

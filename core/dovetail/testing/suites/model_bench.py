@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
 from dovetail.runtime.parallel import SINGLE
 from dovetail.testing.suites.attention_oracle import Rules, plain
@@ -43,7 +43,7 @@ class Sequences:
 
     def fork(self, source: str, target: str, tokens: int) -> None:
         """Let `target` begin with K and V of the first tokens of `source`, like a prefix hit."""
-        for layer in self.layers:
+        for layer in self.layers:  # those that share do so twice
             k, v = layer.kept[source]
             layer.kept[target] = (k[:tokens], v[:tokens])
 
@@ -53,9 +53,15 @@ class KeptAttention(AttentionLayer):
 
     def __init__(self, spec: LayerSpec, sequences: Sequences) -> None:
         self.spec, self._sequences = spec, sequences
-        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        shared = next((layer for layer in sequences.layers if layer.spec.index == spec.shares), None)
+        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {} if shared is None else shared.kept
+
+    def bind(self, cache: LayerCache) -> None:
+        raise NotImplementedError("K and V are kept by sequence")
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        if self.spec.shares is not None:
+            raise ValueError("a layer that shares another's K and V writes none")
         if self.spec.v_in_k != (v is None):
             raise ValueError("a layer with v_in_k gets only K, others K and V")
         v = k[..., : self.spec.out_size] if v is None else v
@@ -175,6 +181,9 @@ class Reference:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
+            for name, buffer in self.model.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.normal_(mean=1.0, std=0.2, generator=generator)
 
     def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
         """Multiply the weights of all layers by `factor`, and those of the embedding by it or `embedding`; norms and an untied head stay."""

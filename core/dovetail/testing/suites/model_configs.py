@@ -40,6 +40,16 @@ OF_LATENTS: dict[str, Any] = {  # besides, for architectures with latent attenti
     "first_k_dense_replace": 1,
 }
 
+OF_LAYERS: dict[str, Any] = {  # besides, for architectures with embeddings for each layer, of which some share K and V
+    "global_head_dim": 12,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 61,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
+
+KINDS = ("sliding_attention", "full_attention")  # of layers, in turn, for architectures with a rotary embedding for each
+
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
     {
@@ -88,7 +98,7 @@ UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers sil
 }
 UNHEARD_OF_ROPES: tuple[dict[str, Any], ...] = (  # fields of `rope_parameters`
     {"rope_type": "nobody_knows_this_rope", "factor": 2.0},
-    {"rope_type": "proportional", "factor": 2.0},
+    {"rope_type": "axial", "factor": 2.0},
     {"nobody_knows_this_factor": 2.0},
 )
 
@@ -117,9 +127,31 @@ def tiny(architecture: str, **fields: Any) -> Any:
     if "kv_lora_rank" in known:
         values = TINY | OF_LATENTS
         fields = {name: value for name, value in fields.items() if name not in ("num_key_value_heads", "head_dim")}
+    if "num_kv_shared_layers" in known:
+        shared = {name: value for name, value in OF_LAYERS.items() if name in known or name == "global_head_dim"}
+        fields = {**fields, **shared, **{name: fields[name] for name in fields if name in shared and name != "num_hidden_layers"}}
+    if has_ropes(known.get("rope_parameters")):
+        rope = fields.get("rope_parameters", TINY["rope_parameters"])
+        if not has_ropes(rope):
+            fields = {**fields, "rope_parameters": {KINDS[0]: {**rope, "rope_theta": 30.0}, KINDS[1]: rope}}
+        kinds = [KINDS[index % 2] for index in range(fields.get("num_hidden_layers", TINY["num_hidden_layers"]))]
+        fields = {"layer_types": kinds, **fields}
     config = cls(**{name: value for name, value in values.items() if name in known and name not in fields}, **fields)
     config.architectures = [architecture]
     return config
+
+
+def has_ropes(parameters: Mapping[str, Any] | None) -> bool:
+    """Return True for `rope_parameters` with those of each kind of layer."""
+    return bool(parameters) and all(isinstance(one, Mapping) for one in (parameters or {}).values())
+
+
+def with_rope(parameters: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` with `rope`; of those of each kind of layer, in one."""
+    if not has_ropes(parameters):
+        return dict(rope)
+    kind = KINDS[1] if KINDS[1] in parameters else next(iter(parameters))
+    return {**parameters, kind: dict(rope)}
 
 
 def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any]:
@@ -156,6 +188,7 @@ def changes(architecture: str) -> Iterator[Change]:
         elif field == "sliding_window":
             yield from (Change(field, {field: window}) for window in (3, 1))
         elif field == "rope_parameters":
-            yield from (Change("rope_type", {field: rope}) for rope in ROPES)
-            yield Change("rope_theta", {field: {**value, "rope_theta": 1e8}})
-            yield Change("partial_rotary_factor", {field: {**value, "partial_rotary_factor": 0.5}})
+            plain = value[KINDS[1]] if has_ropes(value) else value
+            yield from (Change("rope_type", {field: with_rope(value, rope)}) for rope in ROPES)
+            yield Change("rope_theta", {field: with_rope(value, {**plain, "rope_theta": 1e8})})
+            yield Change("partial_rotary_factor", {field: with_rope(value, {**plain, "partial_rotary_factor": 0.5})})

@@ -25,6 +25,7 @@ from dovetail.testing.suites.repeatable import for_all
 from dovetail.testing.suites.scheduler_loads import (
     BEFORE_VICTIM,
     CROWDED,
+    THREE_GROUPS,
     VICTIMS,
     begun_without_memory,
     crowd,
@@ -155,7 +156,8 @@ class SchedulerSuite(Suite):
     @check("scheduler.finishes", since="0.1")
     def test_finishes(self) -> None:
         """Requests stay unfinished although no more arrive: the policy grants nothing and sets no `wake_at`, or evicts in circles. A prompt may be
-        longer than a step's budget, so grant it in chunks; a request that needs memory may have to evict others, the last in your order first."""
+        longer than a step's budget, so grant it in chunks; a request that needs memory may have to evict others, the last in your order first.
+        Blocks are pages: a token may need several."""
 
         def all_ended(world: World) -> None:
             require(not isinstance(world.dead, SchedulerStalled), f"the engine stalled: {world.dead}")
@@ -164,8 +166,9 @@ class SchedulerSuite(Suite):
 
         times: list[float] = []
         for overlap in (True, False):
-            scenario = pressed(overlap)
-            all_ended(self._world(scenario.shape).play(scenario.acts))
+            for groups in ((), THREE_GROUPS):
+                scenario = pressed(overlap, groups=groups)
+                all_ended(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(), 40, all_ended)
         self.note(f"the policy's own time a step: {sorted(times)[len(times) // 2] * 1e6:.0f} µs (not judged)")
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from dovetail.testing.suites.scheduler_world import Abort, Arrive, Run, Scenario, Shape
 
+THREE_GROUPS = ((2, None, 1), (2, 6, 2), (4, 12, 1))  # layers with full attention, and with two windows
 
-def pressed(overlap: bool, *, reuse: bool = False) -> Scenario:
-    """Memory for only a few of two dozen requests of all kinds: many preemptions."""
+
+def pressed(overlap: bool, *, reuse: bool = False, groups: tuple[tuple[int, int | None, int], ...] = ()) -> Scenario:
+    """Memory for only a few of two dozen requests of all kinds: many preemptions. `groups`: cache groups, instead of one without a window."""
     arrives = (
         Arrive(
             tuple(range(i % 5, i % 5 + 4 + i % 9)),
@@ -21,7 +23,8 @@ def pressed(overlap: bool, *, reuse: bool = False) -> Scenario:
         )
         for i in range(24)
     )
-    return Scenario(Shape(max_tokens=12, max_seqs=8, overlap=overlap, reuse=reuse), tuple(arrives))
+    shape = Shape(max_tokens=12, max_seqs=8, overlap=overlap, reuse=reuse)
+    return Scenario(replace(shape, groups=groups, num_blocks=2 * shape.num_blocks) if groups else shape, tuple(arrives))
 
 
 def crowd(*, scarce: bool) -> Scenario:

@@ -49,10 +49,12 @@ GIVEN = (  # attributes of a request that only the engine may change
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Constants of the engine. `reuse`: with a prefix cache."""
+    """Constants of the engine. `reuse`: with a prefix cache. `groups`: cache groups (block_tokens, window, pages_per_block), instead of one without a
+    window whose blocks have `block_size` tokens."""
 
     num_blocks: int = 24
     block_size: int = 2
+    groups: tuple[tuple[int, int | None, int], ...] = ()
     max_tokens: int = 12  # per step
     max_seqs: int = 4
     max_model_len: int = 32
@@ -232,8 +234,8 @@ class World:
         self.clock = VirtualClock()
         executor = _executor(shape, self.clock)
         capacity = executor.start()
-        self.kv = _kv_cache(shape, KVContext(capacity.layout, capacity.num_blocks))
-        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
+        self.kv = _kv_cache(shape, KVContext(capacity.layout, capacity.num_pages))
+        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_pages, capacity.layout.block_size, shape.seed)
         self.watch = Watch(make(context), context, look)
         hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__, shape.pace)
@@ -298,8 +300,8 @@ class World:
         if self._check_books and self.dead is None:
             self.kv.check_integrity()
             counts = self.kv.counts
-            if counts.free + counts.held + counts.cached != self.kv.context.num_blocks:
-                raise DovetailError(f"blocks were lost or made: {counts} of {self.kv.context.num_blocks}")
+            if counts.free + counts.held + counts.cached != self.kv.context.num_pages:
+                raise DovetailError(f"pages were lost or made: {counts} of {self.kv.context.num_pages}")
 
     def _add(self, arrive: Arrive) -> None:
         now, name = self.clock.now(), arrive.id or f"r{len(self.requests)}"
@@ -355,7 +357,7 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
     options = FakeExecutorOptions(
         num_blocks=shape.num_blocks,
         block_size=shape.block_size,
-        window=None,
+        groups=shape.groups,
         vocab_size=97,
         max_in_flight=shape.max_in_flight,
         max_model_len=shape.max_model_len,

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 from dovetail.api.component import NoOptions
-from dovetail.api.kv_cache import BlockCounts, KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCounts
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 
@@ -9,7 +9,7 @@ from dovetail_radix.manager import RadixCache
 
 
 def make(num_blocks: int) -> RadixCache:
-    return RadixCache(NoOptions(), KVContext(KVLayout((KVGroup((0,), None, 1),), 4, "float32"), num_blocks))
+    return RadixCache(NoOptions(), KVContext(KVLayout((CacheGroup((0,), 4),), 1, "float32"), num_blocks))
 
 
 def compute(kv: RadixCache, id: str, tokens: Sequence[int]) -> Request:
@@ -36,4 +36,4 @@ def test_a_block_computed_twice_at_once_is_found_once() -> None:
     for request in requests:
         kv.free(request)
     kv.check_integrity()
-    assert kv.counts == BlockCounts(free=3, held=0, cached=1)
+    assert kv.counts == PageCounts(free=3, held=0, cached=1)

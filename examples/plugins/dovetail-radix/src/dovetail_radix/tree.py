@@ -1,36 +1,41 @@
-"""The pool's blocks, and the tree in which those are found that hold computed tokens.
+"""The pool's pages, and the tree in which those blocks are found that hold computed tokens.
 
-      root of cache_keys ()            a node is a block, the way to it the tokens of all blocks before it and its own;
-       ├── (5, 1, 8, 2) block 7        an edge is always one whole block: runs of blocks are not merged
-       │    └── (9, 4, 4, 1) block 3
-       └── (6, 0, 2, 2) block 1
+      root of cache_keys ()                       a node has the tokens that divide all groups' blocks, and the block of each group that ends with
+       ├── (5, 1, 8, 2) full 7, window 9          them; the way to it are all tokens before it and its own: runs of nodes are not merged. A group
+       │    └── (9, 4, 4, 1) full 3, window -     with a window may lack its block
+       └── (6, 0, 2, 2) full 1, window 6
 
-A block is held (by so many tables), cached (in the tree, and nobody holds it) or empty. Who holds a node holds those above it too, and lets go of
-the lowest first, so that a leaf always stands before its parents in the order of eviction. Two cases break that: a block that was computed twice
-at once has one node, which the holder of the other copy doesn't hold; and a window lets go of a request's first blocks. Then a node with nodes
-below it may be evicted, and these can't be found any more.
+A block, named by its first page, is held (by so many tables) or cached (in the tree, and nobody holds it); other pages are empty. Who holds a node's
+blocks of full attention holds those above it too, and lets go of the lowest first, so that a leaf always stands before its parents in the order of
+eviction. A block that was computed twice at once breaks that: it has one node, which the holder of the other copy doesn't hold. Then a node with
+nodes below it may be evicted, and these can't be found any more. The eviction of a block with a window leaves its node as it is.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dovetail.api.kv_cache import BlockCounts
+from dovetail.api.kv_cache import KVLayout, PageCounts, Pages
 from dovetail.errors import DovetailError
 
 Tokens = tuple[int, ...]
-NO_BLOCK = -1
 
 
 class Node:
-    """A block that can be found. A root has no parent, no tokens and no block."""
+    """Blocks that can be found. A root has no parent, no tokens and no blocks."""
 
-    __slots__ = ("block", "children", "parent", "tokens")
+    __slots__ = ("blocks", "children", "parent", "tokens")
 
-    def __init__(self, tokens: Tokens, parent: Node | None, block: int) -> None:
-        self.tokens, self.parent, self.block = tokens, parent, block
+    def __init__(self, tokens: Tokens, parent: Node | None, groups: int) -> None:
+        self.tokens, self.parent = tokens, parent
+        self.blocks: list[int | None] = [None] * groups
         self.children: dict[Tokens, Node] = {}
+
+    @property
+    def is_found(self) -> bool:
+        """Whether its parent knows it."""
+        return self.parent is None or self.parent.children.get(self.tokens) is self
 
     def below(self) -> Iterator[Node]:
         """This node and all below it."""
@@ -42,26 +47,33 @@ class Node:
 
 
 class RadixTree:
-    """Callers take no more than `available` and release only what they hold."""
+    """Callers take no more than `available` and release only what they hold, by the group for which they took it."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.holders = [0] * num_blocks  # tables that hold it, a block
+    def __init__(self, num_pages: int, layout: KVLayout) -> None:
+        self.full = frozenset(number for number, group in enumerate(layout.groups) if group.window is None)
+        self.widths = [group.pages_per_block for group in layout.groups]
+        self.holders = [0] * num_pages  # tables that hold it, a block
+        self._rest: list[Pages] = [()] * num_pages  # the pages of a block, except the first
         self._roots: dict[tuple[str, ...], Node] = {}  # by cache_keys
-        self._node_of: list[Node | None] = [None] * num_blocks
-        self._empty = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[Node, None] = OrderedDict()  # those used longest ago first
+        self._place: list[tuple[Node, int] | None] = [None] * num_pages  # node and group, a block
+        self._empty = list(range(num_pages - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # blocks; those used longest ago first
+        self._held = [0] * len(self.widths)  # pages, by group
 
     @property
     def available(self) -> int:
-        return len(self._empty) + len(self._cached)
+        return len(self.holders) - sum(self._held)
 
     @property
-    def counts(self) -> BlockCounts:
-        free, cached = len(self._empty), len(self._cached)
-        return BlockCounts(free=free, held=len(self.holders) - free - cached, cached=cached)
+    def counts(self) -> PageCounts:
+        free, held = len(self._empty), sum(self._held)
+        return PageCounts(free, held, self.available - free, tuple(self._held) if len(self._held) > 1 else ())
+
+    def pages(self, block: int) -> Pages:
+        return (block, *self._rest[block])
 
     def find(self, keys: tuple[str, ...], prefix: Iterable[Tokens]) -> list[Node]:
-        """The nodes of the longest beginning of `prefix`, block by block, that is in the tree."""
+        """The nodes of the longest beginning of `prefix` that is in the tree; they may lack blocks of groups with a window."""
         node, found = self._roots.get(keys), []
         if node is not None:
             for tokens in prefix:
@@ -71,72 +83,117 @@ class RadixTree:
                 found.append(node)
         return found
 
-    def insert(self, keys: tuple[str, ...], parent: Node | None, tokens: Tokens, block: int) -> Node | None:
-        """Let `block` be found by `tokens` below `parent` (None: a root), unless another block is; the node that is. None, with nothing changed,
-        if the parent isn't in the tree any more."""
+    def insert(self, keys: tuple[str, ...], parent: Node | None, tokens: Tokens, blocks: Sequence[int | None]) -> Node | None:
+        """Let `blocks`, one for each group or None, be found by `tokens` below `parent` (None: a root), unless others are; the node where they are.
+        None, with nothing changed, if the parent isn't in the tree any more."""
         if parent is None:
-            parent = self._roots.setdefault(keys, Node((), None, NO_BLOCK))
-        elif self._node_of[parent.block] is not parent:
+            parent = self._roots.setdefault(keys, Node((), None, 0))
+        elif not parent.is_found:
             return None
         node = parent.children.get(tokens)
         if node is None:
-            node = parent.children[tokens] = self._node_of[block] = Node(tokens, parent, block)
+            node = parent.children[tokens] = Node(tokens, parent, len(blocks))
+        for group, block in enumerate(blocks):
+            if block is not None and node.blocks[group] is None:
+                node.blocks[group], self._place[block] = block, (node, group)
         return node
 
-    def remove(self, node: Node) -> None:
-        """Neither it nor what is below it can be found any more. Nothing, if it can't be now."""
-        if self._node_of[node.block] is not node or node.parent is None:
+    def remove(self, block: int) -> None:
+        """It can't be found any more; nor can what is below it, if it is of full attention. Nothing, if it can't be now."""
+        place = self._place[block]
+        if place is None:
             return
-        del node.parent.children[node.tokens]
-        if not node.parent.children and node.parent.parent is None:
-            self._roots = {keys: root for keys, root in self._roots.items() if root is not node.parent}
-        for gone in node.below():
-            self._node_of[gone.block] = None
-            if self.holders[gone.block] == 0:
-                del self._cached[gone]
-                self._empty.append(gone.block)
+        node, group = place
+        if group in self.full:
+            self._clear_below(node)
+        else:
+            self._clear(node, group)
+        self._prune(node)
 
-    def take(self) -> int:
-        """A block for one holder. If none is empty, the cached leaf that was used longest ago is evicted."""
-        if not self._empty:
-            self.remove(next((node for node in self._cached if not node.children), next(iter(self._cached))))
-        block = self._empty.pop()
-        self.holders[block] = 1
-        return block
+    def take(self, count: int, group: int) -> list[int]:
+        """Blocks for one holder. If too few pages are empty, what was used longest ago is evicted, but no node above others unless all are."""
+        blocks, width = [], self.widths[group]
+        while len(self._empty) < count * width:
+            self.remove(next((block for block in self._cached if self._is_leaf(block)), next(iter(self._cached))))
+        for _ in range(count):
+            block = self._empty.pop()
+            self._rest[block] = tuple(self._empty.pop() for _ in range(width - 1))
+            self.holders[block] = 1
+            blocks.append(block)
+        self._held[group] += count * width
+        return blocks
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def hold(self, blocks: Iterable[int], group: int) -> None:
         """One more holder for each of `blocks`, which are held or cached."""
         for block in blocks:
-            node = self._node_of[block]
-            if self.holders[block] == 0 and node is not None:
-                del self._cached[node]
+            if self.holders[block] == 0:
+                del self._cached[block]
+                self._held[group] += self.widths[group]
             self.holders[block] += 1
 
-    def release(self, blocks: Iterable[int]) -> None:
+    def release(self, blocks: Iterable[int], group: int) -> None:
         """One holder fewer for each. Of those that stay cached, the first are the first to be evicted."""
         for block in blocks:
             self.holders[block] -= 1
             if self.holders[block] == 0:
-                node = self._node_of[block]
-                if node is None:
-                    self._empty.append(block)
+                self._held[group] -= self.widths[group]
+                if self._place[block] is None:
+                    self._dissolve(block)
                 else:
-                    self._cached[node] = None
+                    self._cached[block] = None
 
     def clear(self) -> None:
-        """Nothing can be found any more; cached blocks are empty."""
-        for root in list(self._roots.values()):
-            for child in list(root.children.values()):
-                self.remove(child)
+        """Nothing can be found any more; the pages of cached blocks are empty."""
+        for root in self._roots.values():
+            self._clear_below(root)
+        self._roots.clear()
 
-    def check(self, holders: list[int]) -> None:
-        """Raise `DovetailError` if the books contradict each other, or `holders`: how many tables hold it, a block."""
-        if self.holders != holders:
+    def check(self, holders: Sequence[Mapping[int, int]]) -> None:
+        """Raise `DovetailError` if the books contradict each other, or `holders`: how many tables hold it, a block, by group."""
+        held = {block: count for group in holders for block, count in group.items()}
+        if held != {block: count for block, count in enumerate(self.holders) if count}:
             raise DovetailError(f"radix tree: holders are {self.holders}, in tables {holders}")
-        nodes = {node.block: node for root in self._roots.values() for node in root.below() if node is not root}
-        if nodes != {block: node for block, node in enumerate(self._node_of) if node is not None}:
+        if self._held != [len(group) * width for group, width in zip(holders, self.widths, strict=True)]:
+            raise DovetailError(f"radix tree: {self._held} pages are held by group; in tables are {holders}")
+        nodes = [node for root in self._roots.values() for node in root.below()]
+        places = {block: (node, group) for node in nodes for group, block in enumerate(node.blocks) if block is not None}
+        if places != {block: place for block, place in enumerate(self._place) if place is not None}:
             raise DovetailError("radix tree: the tree and the index of its blocks differ")
-        cached, empty = {node.block for node in self._cached}, set(self._empty)
-        held = {block for block, count in enumerate(holders) if count}
-        if sorted([*cached, *self._empty, *held]) != list(range(len(holders))) or not cached <= nodes.keys() or empty & nodes.keys():
-            raise DovetailError(f"radix tree: blocks lost or in two states: empty {sorted(empty)}, cached {sorted(cached)}, held {sorted(held)}")
+        pages = [*self._empty, *(page for block in (*self._cached, *held) for page in self.pages(block))]
+        if sorted(pages) != list(range(len(self.holders))) or not self._cached.keys() <= places.keys() or set(self._empty) & places.keys():
+            raise DovetailError(f"radix tree: pages lost or in two states: empty {self._empty}, cached {list(self._cached)}, held {sorted(held)}")
+
+    def _is_leaf(self, block: int) -> bool:
+        """Whether nothing below a cached block needs it."""
+        place = self._place[block]
+        return place is None or place[1] not in self.full or not place[0].children
+
+    def _clear(self, node: Node, group: int) -> None:
+        """Let a node's block not be found there; its pages are empty if nobody holds it."""
+        block, node.blocks[group] = node.blocks[group], None
+        if block is not None:
+            self._place[block] = None
+            if self.holders[block] == 0:
+                del self._cached[block]
+                self._dissolve(block)
+
+    def _clear_below(self, node: Node) -> None:
+        """Let nothing be found at a node, nor below it."""
+        for gone in list(node.below()):
+            gone.children.clear()
+            for group in range(len(gone.blocks)):
+                self._clear(gone, group)
+
+    def _prune(self, node: Node) -> None:
+        """Take a node out of the tree if it has neither blocks nor children, and then those above it."""
+        while node.parent is not None and not node.children and not any(block is not None for block in node.blocks):
+            if node.is_found:
+                del node.parent.children[node.tokens]
+            node = node.parent
+        if node.parent is None and not node.children:
+            self._roots = {keys: root for keys, root in self._roots.items() if root is not node}
+
+    def _dissolve(self, block: int) -> None:
+        """The pages of a block are empty from now on."""
+        self._empty += reversed(self.pages(block))
+        self._rest[block] = ()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Result
-from dovetail.api.kv_cache import KVGroup, KVLayout
+from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import DovetailError, UnsupportedError
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -46,9 +46,9 @@ class AcmeExecutor(Executor):
         if length > holds:
             raise UnsupportedError(f"max_model_len: {length} tokens don't fit into {self.options.num_blocks} blocks of {size}")
         self._running = True
-        layout = KVLayout((KVGroup((0,), None, 1),), size, "none")
+        layout = KVLayout((CacheGroup((0,), size),), 1, "none")
         return Capacity(
-            num_blocks=self.options.num_blocks,
+            num_pages=self.options.num_blocks,
             max_in_flight=2,
             layout=layout,
             vocab_size=self.options.vocab_size,

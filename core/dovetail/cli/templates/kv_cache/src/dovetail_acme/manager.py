@@ -1,78 +1,86 @@
-"""The manager of the paged K and V memory: it gives blocks to requests. This one shares no blocks and has no prefix cache."""
+"""The manager of the paged K and V memory: it gives pages to requests. This one shares nothing and has no prefix cache."""
 
 from collections.abc import Sequence
 
-from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVCacheManager, KVCapabilities, KVContext
+from dovetail.api.kv_cache import Allocation, KVCacheManager, KVCapabilities, KVContext, PageCopy, PageCounts, Pages
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from pydantic import BaseModel
 
 
 class AcmeKVCache(KVCacheManager):
-    """A stack of empty blocks, and a table of blocks for each request."""
+    """A stack of free pages, and for each request a table of pages per cache group."""
 
-    capabilities = KVCapabilities(reuse=False, fork=False, trim=False)
+    capabilities = KVCapabilities(reuse=False, fork=False, trim=False, groups=True)
 
     def __init__(self, options: BaseModel, context: KVContext) -> None:
         super().__init__(options, context)
-        self._free = list(range(context.num_blocks))
-        self._tables: dict[str, list[int]] = {}  # request id -> its blocks
+        self._free = list(range(context.num_pages))
+        self._tables: dict[str, list[list[int]]] = {}  # request id -> its pages, by group
         self._tokens: dict[str, int] = {}  # request id -> tokens asked for
 
     def lookup(self, request: Request) -> int:
         return 0
 
-    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        wanted = -(-num_tokens // self.context.layout.block_size)
-        freed = sum(len(self._table(other)) for other in without)
-        return max(0, wanted - len(self._tables.get(request.id, ()))) - freed
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        held = sum(map(len, self._tables.get(request.id, ())))
+        freed = sum(len(pages) for other in without for pages in self._table(other))
+        return max(0, self.context.layout.pages(num_tokens) - held) - freed
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         before = self._tokens.get(request.id, 1)
         if num_tokens < before:
             raise DovetailError(f"request {request.id!r} asks for {num_tokens} tokens, after {before}")
-        needed = self.blocks_needed(request, num_tokens)
-        if needed > len(self._free):
+        if self.pages_needed(request, num_tokens) > len(self._free):
             return None
-        blocks = [self._free.pop() for _ in range(needed)]
-        self._tables.setdefault(request.id, []).extend(blocks)
+        groups = self.context.layout.groups
+        new = []
+        for group, pages in zip(groups, self._tables.setdefault(request.id, [[] for _ in groups]), strict=True):
+            missing = group.blocks(num_tokens) * group.pages_per_block - len(pages)
+            new.append(tuple(self._free.pop() for _ in range(missing)))
+            pages += new[-1]
         self._tokens[request.id] = num_tokens
-        return Allocation(tuple(blocks))
+        return Allocation(tuple(new))
+
+    def tables(self, request: Request) -> tuple[Pages, ...]:
+        return tuple(tuple(pages) for pages in self._table(request))
 
     def free(self, request: Request) -> None:
-        self._free += self._tables.pop(request.id, [])
+        for pages in self._tables.pop(request.id, []):
+            self._free += pages
         self._tokens.pop(request.id, None)
 
     @property
-    def counts(self) -> BlockCounts:
+    def counts(self) -> PageCounts:
         free = len(self._free)
-        return BlockCounts(free=free, held=self.context.num_blocks - free, cached=0)
+        return PageCounts(free=free, held=self.context.num_pages - free, cached=0)
 
     def check_integrity(self) -> None:
-        held = [block for table in self._tables.values() for block in table]
-        if sorted(held + self._free) != list(range(self.context.num_blocks)):
-            raise DovetailError(f"blocks were lost or given out twice: free {self._free}, held {held}")
+        held = [page for table in self._tables.values() for pages in table for page in pages]
+        if sorted(held + self._free) != list(range(self.context.num_pages)):
+            raise DovetailError(f"pages were lost or given out twice: free {self._free}, held {held}")
 
     def commit(self, request: Request, upto: int) -> None:
-        if not 0 <= upto <= len(self._table(request)) * self.context.layout.block_size:
+        self._table(request)
+        if not 0 <= upto <= self.context.layout.capacity(self._tokens[request.id]):
             raise DovetailError(f"commit of {upto} tokens of request {request.id!r}: its blocks don't hold so many")
 
     def uncommit(self, request: Request, upto: int) -> None:
         self._table(request)
 
-    def trim(self, request: Request, first_needed_token: int) -> None:
+    def trim(self, request: Request, computed: int) -> None:
         self._table(request)
 
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         raise DovetailError("this manager can't fork: its capabilities say so")
 
-    def take_copies(self) -> Sequence[BlockCopy]:
+    def take_copies(self) -> Sequence[PageCopy]:
         return ()
 
     def reset(self) -> None:
         """Do nothing: there is no prefix cache to forget."""
 
-    def _table(self, request: Request) -> list[int]:
+    def _table(self, request: Request) -> list[list[int]]:
         if request.id not in self._tables:
             raise DovetailError(f"request {request.id!r} holds no blocks")
         return self._tables[request.id]
