@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4MoeLiteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -157,6 +162,60 @@ def mistral_configs(draw: st.DrawFn) -> MistralConfig:
     return MistralConfig(**fields, sliding_window=draw(st.sampled_from([None, 1, 2, 5, 100])))
 
 
+@st.composite
+def ministral_configs(draw: st.DrawFn) -> MinistralConfig:
+    fields = draw(_common(own_head_size=True))
+    return MinistralConfig(**fields, sliding_window=draw(st.sampled_from([1, 3, 8])), layer_types=draw(_layer_types(fields)))
+
+
+@st.composite
+def gemma_configs(draw: st.DrawFn) -> Any:
+    """Gemma 2, and the text model of Gemma 3."""
+    fields, caps = draw(_common(own_head_size=True)), st.sampled_from([None, 3.0, 50.0])
+    fields |= {
+        "layer_types": draw(_layer_types(fields)),
+        "sliding_window": draw(st.sampled_from([1, 3, 8])),
+        "query_pre_attn_scalar": draw(st.sampled_from([3, 8])),
+        "final_logit_softcapping": draw(caps),
+        "hidden_activation": draw(st.sampled_from(["gelu_pytorch_tanh", "silu"])),
+        "attention_bias": draw(st.booleans()),
+    }
+    if draw(st.booleans()):
+        return Gemma2Config(**fields, attn_logit_softcapping=draw(caps))
+    fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": draw(ropes())}
+    return Gemma3TextConfig(**fields)
+
+
+@st.composite
+def gemma4_configs(draw: st.DrawFn) -> Any:
+    """Gemma 4, text: with layers that share K and V, and without; with embeddings for each layer, and without."""
+    fields = draw(_common(own_head_size=True))
+    kinds = draw(st.sampled_from([["full_attention"], ["sliding_attention", "full_attention"]])) * draw(st.integers(1, 2))
+    partial = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": draw(st.sampled_from([0.25, 0.5, 1.0]))}
+    fields |= {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "num_kv_shared_layers": draw(st.integers(0, len(kinds) // 2)) if len(kinds) != 2 or len(set(kinds)) == 1 else 0,
+        "use_double_wide_mlp": draw(st.booleans()),
+        "sliding_window": draw(st.sampled_from([1, 3, 8])),
+        "global_head_dim": draw(st.sampled_from([4, 8])),
+        "attention_k_eq_v": draw(st.booleans()),
+        "num_global_key_value_heads": draw(st.sampled_from([None, 1])),
+        "rope_parameters": {"full_attention": partial, "sliding_attention": fields["rope_parameters"]},
+        "final_logit_softcapping": draw(st.sampled_from([None, 3.0])),
+    }
+    if draw(st.booleans()):
+        return Gemma4UnifiedTextConfig(**fields)
+    inputs = {"hidden_size_per_layer_input": draw(st.sampled_from([0, 4])), "vocab_size_per_layer_input": fields["vocab_size"] + 3}
+    return Gemma4TextConfig(**fields, **inputs)
+
+
+@st.composite
+def _layer_types(draw: st.DrawFn, fields: dict[str, Any]) -> list[str]:
+    count = fields["num_hidden_layers"]
+    return draw(st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=count, max_size=count))
+
+
 def _some_windows() -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(
         {"use_sliding_window": st.booleans(), "sliding_window": st.sampled_from([1, 3, 8]), "max_window_layers": st.integers(0, 3)}
@@ -168,4 +227,5 @@ def _whole_window() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def configs() -> st.SearchStrategy[Any]:
-    return st.one_of(qwen3_configs(), qwen3_moe_configs(), latent_configs(), llama_configs(), qwen2_configs(), mistral_configs())
+    one_window = (qwen3_moe_configs(), latent_configs(), llama_configs(), mistral_configs())
+    return st.one_of(*one_window, qwen2_configs(), qwen3_configs(), ministral_configs(), gemma_configs(), gemma4_configs())

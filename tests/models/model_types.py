@@ -20,14 +20,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import DovetailError
+from tests.models.oracle import MODELS
 from tests.models.tiny_configs import random_model, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-types.md"
-_NATIVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-NATIVE = {name: name for name in _NATIVE}
+NATIVE = {target.name.partition(":")[2]: target.name.partition(":")[2] for target in MODELS if target.architectures != ("*",)}
+NATIVE |= {kind: f"{kind}_text" for kind in ("gemma3", "gemma4", "gemma4_unified")}  # the text of these
 MOST_PARAMETERS = 30_000_000
 TOKENS = 8
-PROMPTS = ([5, 6, 7], list(range(3, 43)), [9])
+PROMPTS = ([5, 6, 7], list(range(3, 43)), [*range(3, 91), *range(40)], [9])  # the third is 8 windows long
 
 EXACT = "exact"
 
@@ -52,7 +53,7 @@ def verdict(model_type: str) -> str:
                     "model": {"path": directory, "component": "dovetail:transformers"},
                     "dtype": "float32",
                     "max_num_batched_tokens": 16,
-                    "max_model_len": 64,
+                    "max_model_len": 160,
                     "executor": {"name": "local", "num_blocks": 64},
                 }
             )

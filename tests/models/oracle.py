@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import ComponentRef, ExecutorConfig
 from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup
 from dovetail.runtime.parallel import SINGLE
+from dovetail.testing.suites.attention_oracle import Rules, plain
 from dovetail_models import dovetail_components
 
 torch.set_num_threads(1)
@@ -24,26 +24,33 @@ BY_TYPE = {target.name.partition(":")[2]: target for target in MODELS}
 
 
 class DenseAttention(AttentionLayer):
-    """Attention of one sequence that comes in chunks: keeps all K and V, masks by position."""
+    """Attention of one sequence that comes in chunks: keeps all K and V, masks by position. `of`: the layer whose K and V it shares."""
 
-    def __init__(self, spec: LayerSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: LayerSpec, of: DenseAttention | None = None) -> None:
+        self.spec, self._of = spec, of
         self.keys, self.values = torch.zeros(0, spec.kv_heads, spec.head_size), torch.zeros(0, spec.kv_heads, spec.out_size)
+
+    def bind(self, cache: LayerCache) -> None:
+        raise NotImplementedError("K and V are kept here")
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         v = k[..., : self.spec.out_size] if v is None else v
         self.keys, self.values = torch.cat((self.keys, k)), torch.cat((self.values, v))
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        total, repeat = len(self.keys), self.spec.heads // self.spec.kv_heads
-        at, seen = torch.arange(total - len(q), total)[:, None], torch.arange(total)[None]
-        mask = (seen <= at) & (seen > at - (self.spec.window or total + 1))
-        k, v = (x.repeat_interleave(repeat, dim=1).transpose(0, 1) for x in (self.keys, self.values))
-        return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=self.spec.scale).transpose(0, 1)
+        rules = Rules(self.spec.scale, self.spec.window, self.spec.softcap, self.sinks)
+        kept = self._of or self
+        return plain(q, kept.keys, kept.values, rules, q.dtype).to(q.dtype)
 
 
-def context(parallel: ParallelGroup = SINGLE, make_attention: Any = DenseAttention, **fields: Any) -> BuildContext:
-    return BuildContext(parallel, torch.float32, CPU, make_attention, **fields)
+def context(parallel: ParallelGroup = SINGLE, make_attention: Any = None, **fields: Any) -> BuildContext:
+    layers: dict[int, DenseAttention] = {}
+
+    def make(spec: LayerSpec) -> DenseAttention:
+        layers[spec.index] = DenseAttention(spec, None if spec.shares is None else layers[spec.shares])
+        return layers[spec.index]
+
+    return BuildContext(parallel, torch.float32, CPU, make_attention or make, **fields)
 
 
 def arch_of(config: Any) -> ModelArch:
@@ -63,6 +70,9 @@ def reference(config: Any, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.2)
     return model
 
 

@@ -77,7 +77,7 @@ class TestShards:
 )
 def test_a_token_takes_a_fraction_of_what_k_and_v_of_all_heads_would(config: Any, bytes_per_token: int, times: int) -> None:
     backend = TorchAttention(NoOptions(), AttentionContext("cpu", "bfloat16", 16))
-    taken = sum(backend.bytes_per_block(spec) for spec in arch_of(config).layer_specs(config, SINGLE)) // 16
+    taken = sum(sum(backend.tensor_bytes(spec, 16)) for spec in arch_of(config).layer_specs(config, SINGLE)) // 16
     size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)  # what V would be padded to
     padded = 2 * 2 * config.num_hidden_layers * config.num_attention_heads * size
     assert (taken, padded // taken) == (bytes_per_token, times)

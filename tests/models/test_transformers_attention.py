@@ -66,6 +66,10 @@ def test_masks_and_attention_to_later_tokens_are_refused() -> None:
     assert "isn't causal" in problems(is_causal=False)
 
 
+def test_a_window_without_a_token_is_refused() -> None:
+    assert "sliding_window = 0 must be at least 1" in problems(sliding_window=0)
+
+
 def test_sinks_that_are_no_parameter_are_refused() -> None:
     assert "sinks" in problems(s_aux=torch.ones(4))
 

@@ -52,6 +52,24 @@ SIZES: dict[str, Any] = {
     "decoder_ffn_dim": 96,
 }
 OF_TYPES: dict[str, dict[str, Any]] = {  # instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints have
+    "gemma3n_text": {
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "num_kv_shared_layers": 4,  # of each kind two: what fewer layers would compute says nothing of these
+        "intermediate_size": [96] * 8,
+        "activation_sparsity_pattern": [0.95, *[0.0] * 7],
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "zaya": {"num_experts_per_tok": 1},

@@ -28,7 +28,6 @@ _HANDLED = {
     *_SIZES,
     "architectures",
     "head_dim",
-    "hidden_act",
     "partial_rotary_factor",
     "rms_norm_eps",
     "rope_parameters",
@@ -89,6 +88,8 @@ class DecoderArch(ModelArch):
 
     model_type: str  # of transformers' config
     handled: frozenset[str] = frozenset()
+    activation_field = "hidden_act"
+    activations: tuple[str, ...] = ("silu",)  # implemented
 
     @abstractmethod
     def shape(self, config: Any) -> DecoderShape:
@@ -101,10 +102,22 @@ class DecoderArch(ModelArch):
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         """Return the reasons for a config with the right `model_type`; architectures add their own."""
-        return [*_wrong_sizes(config), *_wrong_values(config), *rope_reasons_against(config.rope_parameters or {}), *self._unknown(config)]
+        sizes = dict.fromkeys(reason for layer in self.layer_configs(config) for reason in _wrong_sizes(layer))
+        return [*sizes, *self._wrong_activation(config), *_wrong_values(config), *self.rope_reasons(config), *self._unknown(config)]
+
+    def layer_configs(self, config: Any) -> list[Any]:
+        """Return the configs in which sizes are read."""
+        return [config]
+
+    def rope_reasons(self, config: Any) -> list[str]:
+        return rope_reasons_against(config.rope_parameters or {})
+
+    def _wrong_activation(self, config: Any) -> list[str]:
+        activation, implemented = getattr(config, self.activation_field), ", ".join(map(repr, self.activations))
+        return [] if activation in self.activations else [f"{self.activation_field} = {activation!r} is not implemented (only {implemented})"]
 
     def _unknown(self, config: Any) -> list[str]:
-        known, defaults = _HANDLED | self.handled, vars(type(config)())  # what transformers puts into every such config
+        known, defaults = _HANDLED | self.handled | {self.activation_field}, vars(type(config)())  # what transformers puts into every such config
         return [
             f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, remove it from config.json"
             for name, value in vars(config).items()
@@ -135,7 +148,7 @@ def base_shape(config: Any, **special: Any) -> DecoderShape:
         "kv_heads": config.num_key_value_heads,
         "head_size": size,
         "windows": (None,) * config.num_hidden_layers,
-        "rope": rope_from_config(config.rope_parameters, size),
+        "rope": special.get("rope") or rope_from_config(config.rope_parameters, size),
         "max_len": model_length(config),
         "norm_eps": config.rms_norm_eps,
         "tied": config.tie_word_embeddings,
@@ -190,8 +203,6 @@ def _wrong_sizes(config: Any) -> list[str]:
 
 def _wrong_values(config: Any) -> list[str]:
     reasons = []
-    if config.hidden_act != "silu":
-        reasons.append(f"hidden_act = {config.hidden_act!r} is not implemented (only 'silu')")
     if getattr(config, "pretraining_tp", None) not in (None, 0, 1):
         reasons.append(f"pretraining_tp = {config.pretraining_tp} is not implemented (only 1)")
     if getattr(config, "quantization_config", None):

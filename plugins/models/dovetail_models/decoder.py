@@ -6,10 +6,11 @@ Differences between models are fields of `DecoderShape`; each model's file fills
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
@@ -68,17 +69,47 @@ class DecoderShape:
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None  # attention over latents; kv_heads and head_size don't apply
     unused_layers: int = 0  # that checkpoints have after the last, to predict further tokens
+    scale: float | None = None  # of attention scores; None: head_size**-0.5
+    softcap: float | None = None  # of attention scores: see `LayerSpec.softcap`
+    logit_softcap: float | None = None  # a logit x becomes logit_softcap * tanh(x / logit_softcap)
+    activation: str = "silu"  # of dense feed-forwards
+    embedding_scale: float = 1.0  # multiplies embeddings, rounded to their dtype
+    sandwich: bool = False  # also norm what attention and feed-forward add to the residual stream
+    norms_around_one: bool = False  # norms multiply by 1 + w for w in the checkpoint; their weights are kept in float32
+    layers: tuple[DecoderShape, ...] = ()  # by layer, if rotary embeddings or heads of K and V differ between layers
+    shares: int | None = None  # a layer's: see `LayerSpec.shares`
+    v_is_k: bool = False  # V is made of K's projection, before K's norm and rotation
+    v_norm: bool = False  # norm the heads of V, without a weight
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
 
+    @property
+    def ropes(self) -> list[Rope]:
+        """All different rotary embeddings."""
+        return list(dict.fromkeys(shape.rope for shape in self.layers or (self,)))
+
+    def layer(self, index: int) -> DecoderShape:
+        """Return the shape that layer `index` has."""
+        return self.layers[index] if self.layers else self
+
+    def norm(self, context: BuildContext) -> RMSNorm:
+        """Return a norm of hidden states."""
+        return RMSNorm(self.hidden_size, self.norm_eps, self.of_norms(context))
+
+    def of_norms(self, context: BuildContext) -> BuildContext:
+        """Return the context to build norms in: 1 + w has more digits than w."""
+        return replace(context, dtype=torch.float32) if self.norms_around_one else context
+
     def layer_spec(self, index: int, group: ParallelGroup) -> LayerSpec:
         """Return layer `index` with this rank's heads. Raises `UnsupportedError` if the heads can't be split over the group."""
         if self.latent is not None:
             return self.latent.layer_spec(index, self.heads, group)
-        heads, (_, kv_heads) = share(self.heads, group, "num_attention_heads"), kv_share(self.kv_heads, group)
-        return LayerSpec(index, heads, kv_heads, self.head_size, self.head_size**-0.5, self.windows[index], sinks=self.sinks)
+        shape = self.layer(index)
+        heads, (_, kv_heads) = share(shape.heads, group, "num_attention_heads"), kv_share(shape.kv_heads, group)
+        scale = shape.head_size**-0.5 if shape.scale is None else shape.scale
+        return LayerSpec(index, heads, kv_heads, shape.head_size, scale, self.windows[index], shape.sinks, shape.softcap, shares=shape.shares)
 
 
 class Attention(nn.Module):
@@ -86,12 +117,15 @@ class Attention(nn.Module):
 
     def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
-        hidden, size = shape.hidden_size, shape.head_size
-        self.qkv_proj = QKVParallelLinear(hidden, shape.heads, shape.kv_heads, size, context, bias=shape.qkv_bias)
+        hidden, size, shares = shape.hidden_size, shape.head_size, shape.shares is not None
+        self.shape = shape
+        self.qkv_proj = QKVParallelLinear(hidden, shape.heads, 0 if shares else shape.kv_heads, size, context, bias=shape.qkv_bias)
         self.o_proj = RowParallelLinear(shape.heads * size, hidden, context, bias=shape.output_bias)
         spec = shape.layer_spec(index, context.parallel)
-        self.qk_norm = QKNorm(spec.heads, spec.kv_heads, size, shape.norm_eps, context) if shape.qk_norm else None
-        self.head_size = size
+        self.qk_norm: QKNorm | None = None
+        if shape.qk_norm:
+            self.qk_norm = QKNorm(spec.heads, 0 if shares else spec.kv_heads, size, shape.norm_eps, shape.of_norms(context))
+        self.output_norm = shape.norm(context) if shape.sandwich else None
         self.attn = context.make_attention(spec)
         self.sinks: Weight | None = None
         if spec.sinks:
@@ -100,39 +134,55 @@ class Attention(nn.Module):
             self.attn.bind_sinks(self.sinks)
 
     def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
-        qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
+        qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.shape.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
+        if self.shape.v_norm and self.shape.shares is None:
+            v = qkv[:, -self.attn.spec.kv_heads :]
+            v.copy_(F.rms_norm(v, v.shape[-1:], None, self.shape.norm_eps))
         q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
         out = self.attn.attend(q).flatten(1)
         if wanted is not None:
             residual.keep(wanted)
             out = out.index_select(0, wanted)
-        self.o_proj.add_to(residual, out)
+        _add(self.o_proj, residual, out, self.output_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        parts: dict[str, tuple[Layer, str | None]] = {
-            "q_proj": (self.qkv_proj, "q"),
-            "k_proj": (self.qkv_proj, "k"),
-            "v_proj": (self.qkv_proj, "v"),
-            "o_proj": (self.o_proj, None),
-        }
+        parts: dict[str, tuple[Layer, str | None]] = {"q_proj": (self.qkv_proj, "q"), "o_proj": (self.o_proj, None)}
         if self.qk_norm is not None:
-            parts |= {"q_norm": (self.qk_norm, "q"), "k_norm": (self.qk_norm, "k")}
+            parts["q_norm"] = (self.qk_norm, "q")
+        if self.shape.shares is None:
+            parts |= {"k_proj": (self.qkv_proj, "k")} | ({} if self.shape.v_is_k else {"v_proj": (self.qkv_proj, "v")})
+            if self.qk_norm is not None:
+                parts["k_norm"] = (self.qk_norm, "k")
+            if self.shape.v_is_k:
+                yield from _rules(prefix, {"k_proj": (self.qkv_proj, "v")})
+        else:
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm"):  # some checkpoints have them, unused
+                yield WeightRule(f"{prefix}{name}.*", None, optional=True)
         yield from _rules(prefix, parts)
         if self.sinks is not None:
             yield WeightRule(f"{prefix}sinks", self.sinks)
 
 
+def _add(layer: RowParallelLinear, residual: Residual, x: torch.Tensor, norm: RMSNorm | None) -> None:
+    """Add layer(x), normed if `norm` is given, to the stream."""
+    if norm is None:
+        layer.add_to(residual, x)
+    else:
+        residual.add_parts(norm(layer(x))[None])
+
+
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x))."""
 
     def __init__(self, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=shape.mlp_bias)
+        self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=shape.mlp_bias, activation=shape.activation)
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=shape.mlp_bias)
+        self.output_norm = shape.norm(context) if shape.sandwich else None
 
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
-        self.down_proj.add_to(residual, self.gate_up_proj(residual, norm))
+        _add(self.down_proj, residual, self.gate_up_proj(residual, norm), self.output_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         parts: dict[str, tuple[Layer, str | None]] = {
@@ -184,26 +234,36 @@ class Block(nn.Module):
     """One layer: attention, then feed-forward. Each reads the residual stream [tokens, hidden] through a norm and adds to it. `wanted`: reduce the
     stream to these tokens after attention."""
 
-    def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
+    def __init__(self, index: int, decoder: DecoderShape, context: BuildContext) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
+        shape = decoder.layer(index)
+        self.rope = decoder.ropes.index(shape.rope)
+        self.input_norm = shape.norm(context)
         if shape.latent is None:
             self.attention: Attention | LatentAttention = Attention(index, shape, context)
         else:
             self.attention = LatentAttention(index, shape.hidden_size, shape.heads, shape.latent, context, bias=shape.output_bias)
-        self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
+        self.mlp_norm = shape.norm(context)
         experts = shape.experts if shape.experts is not None and index in shape.experts.layers else None
         self.mlp = FeedForward(shape, context) if experts is None else SparseFeedForward(shape, experts, context)
 
-    def add_to(self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None) -> None:
-        self.attention.add_to(residual, self.input_norm, rotation, wanted)
+    def add_to(self, residual: Residual, rotations: Sequence[Rotation], wanted: torch.Tensor | None = None) -> None:
+        """`rotations`: by the decoder's ropes."""
+        self.attention.add_to(residual, self.input_norm, rotations[self.rope], wanted)
         self.mlp.add_to(residual, self.mlp_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Yield the rules for tensors whose names begin with `prefix`."""
-        yield from _rules(prefix, {"input_layernorm": (self.input_norm, None), "post_attention_layernorm": (self.mlp_norm, None)})
+        after = [getattr(part, "output_norm", None) for part in (self.attention, self.mlp)]
+        names = _NORMS if after == [None, None] else _SANDWICH_NORMS
+        norms = [norm for norm in (self.input_norm, after[0], self.mlp_norm, after[1]) if norm is not None]
+        yield from _rules(prefix, {name: (norm, None) for name, norm in zip(names, norms, strict=True)})
         yield from self.attention.weights(f"{prefix}self_attn.")
         yield from self.mlp.weights(f"{prefix}mlp.")
+
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")  # their names in a checkpoint, in the order of use
+_SANDWICH_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 class Decoder(nn.Module):
@@ -211,26 +271,43 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
+        self.shape = shape
         self.embedding = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context)
-        self.rotary = RotaryEmbedding(shape.rope, context.max_len or shape.max_len, device=context.device)
-        self.blocks = LayerList(Block(index, shape, context) for index in range(shape.num_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
+        self.embedding_scale = rounded(shape.embedding_scale, context)
+        max_len = context.max_len or shape.max_len
+        self.rotaries = LayerList(RotaryEmbedding(rope, max_len, device=context.device) for rope in shape.ropes)
+        self.blocks = LayerList(self.block(index, context) for index in range(shape.num_layers))
+        self.norm = shape.norm(context)
         self.unused = range(shape.num_layers, shape.num_layers + shape.unused_layers)
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 
+    def block(self, index: int, context: BuildContext) -> Block:
+        return Block(index, self.shape, context)
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        residual, rotation = Residual(self.embedding(token_ids)), self.rotary(positions)
+        residual, rotations = Residual(self.embed(token_ids)), [rotary(positions) for rotary in self.rotaries]
         *earlier, last = self.blocks
         for block in earlier:
-            block.add_to(residual, rotation)
-        last.add_to(residual, rotation, wanted)
+            block.add_to(residual, rotations)
+        last.add_to(residual, rotations, wanted)
         return residual.normed(self.norm)
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(token_ids)
+        return x if self.embedding_scale == 1 else x.mul_(self.embedding_scale)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
+        logits, cap = self.head(hidden), self.shape.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def weights(self) -> Iterator[WeightRule]:
         """Yield the rules for tensors of a Hugging Face checkpoint. A tied head shares the embedding's weight, under either name or both."""
+        for rule in self.rules():
+            around_one = self.shape.norms_around_one and getattr(rule.parameter, "scale", False)
+            yield replace(rule, transform=_one_plus) if around_one else rule
+
+    def rules(self) -> Iterator[WeightRule]:
+        """Yield the rules without the transform of norms."""
         yield WeightRule("model.embed_tokens.weight", self.embedding.weight)
         yield WeightRule("lm_head.weight", self.head.weight, optional=self.head.weight is self.embedding.weight)
         yield WeightRule("model.norm.weight", self.norm.weight)
@@ -238,3 +315,12 @@ class Decoder(nn.Module):
             yield from block.weights(f"model.layers.{index}.")
         for index in self.unused:
             yield WeightRule(f"model.layers.{index}.*", None, optional=True)
+
+
+def rounded(number: float, context: BuildContext) -> float:
+    """Return `number` as the model's dtype holds it: transformers keeps scales of embeddings as tensors of that dtype."""
+    return float(torch.tensor(number, dtype=context.dtype))
+
+
+def _one_plus(weight: torch.Tensor) -> torch.Tensor:
+    return 1 + weight

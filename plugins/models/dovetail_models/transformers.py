@@ -78,7 +78,7 @@ class Transformers(ModelArch):
         traced = self._trace(config)
         max_len = context.max_len or int(config.max_position_embeddings)
         _check_rope(config, max_len)
-        _check_hidden_lengths(config, max_len)
+        _check_lengths(config, traced.calls, max_len)
         with full_float32():
             layers = find_layers(traced.base, traced.calls, traced.seen, max_len, context.device, traced.keeps)
         if context.weights_later:  # each format stores experts in its own way, which transformers' stacked weights aren't
@@ -450,7 +450,18 @@ def _shortened(config: Any, base: nn.Module, calls: list[AttentionCall]) -> tupl
         if isinstance(value, list | tuple) and len(value) == count:
             setattr(short, name, value[:kept])
     short.num_hidden_layers = kept
-    return short, [call for call in calls if not call.module.startswith(f"{prefix}.") or int(call.module[len(prefix) + 1 :].split(".")[0]) < kept]
+
+    def stays(name: str) -> bool:
+        return not name.startswith(f"{prefix}.") or int(name[len(prefix) + 1 :].split(".")[0]) < kept
+
+    try:
+        with torch.device("meta"):
+            parameters = {name: one.shape for name, one in _base_of(_of_config(short)).named_parameters()}
+    except _FAILURES:
+        return config, calls
+    if parameters != {name: one.shape for name, one in base.named_parameters() if stays(name)}:
+        return config, calls  # layers depend on their number: those that share K and V, or embeddings for each
+    return short, [call for call in calls if stays(call.module)]
 
 
 def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall]) -> bool:
@@ -460,10 +471,16 @@ def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall])
 
 def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
     """Return the length of a sequence that exceeds every length in the config, up to the check's limit."""
-    named = [2 * call.window for call in calls if call.window is not None]
+    named = [2 * length for length in _windows(config, calls).values()]
     named += _hidden_lengths(config).values()
     named += [rope[_ORIGINAL] for rope in _ropes(config) if isinstance(rope.get(_ORIGINAL), int)]
     return min(_LONGEST, max(named, default=33) + _BEYOND)
+
+
+def _windows(config: Any, calls: list[AttentionCall]) -> dict[str, int]:
+    """Return the windows of attention: those of the calls, and those that only the config names, which a mask may have."""
+    windows = {key: value for key, value in config.to_dict().items() if type(value) is int and "window" in key and not key.endswith("_layers")}
+    return windows | {f"sliding_window of {call.module}": call.window for call in calls if call.window is not None}
 
 
 def _hidden_lengths(config: Any) -> dict[str, int]:
@@ -476,9 +493,9 @@ def _hidden_lengths(config: Any) -> dict[str, int]:
     return chunks | {key: value * (block if "block" in key else 1) for key, value in sparse.items() if "topk" in key or "top_k" in key}
 
 
-def _check_hidden_lengths(config: Any, max_len: int) -> None:
+def _check_lengths(config: Any, calls: list[AttentionCall], max_len: int) -> None:
     """Raise `UnsupportedError` if sequences may be so long that no check crosses a length at which the numbers may change."""
-    for key, length in _hidden_lengths(config).items():
+    for key, length in (_hidden_lengths(config) | _windows(config, calls)).items():
         if length + _BEYOND > _LONGEST and max_len > length:
             raise UnsupportedError(f"{key}: what changes beyond {length} tokens can't be checked; set max_model_len to {length} or less")
 

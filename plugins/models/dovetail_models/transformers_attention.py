@@ -141,6 +141,8 @@ def _call(
     if value.shape[1] != key.shape[1]:
         problems.append(f"K has {key.shape[1]} heads and V {value.shape[1]}")
     window, softcap, given = kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
+    if window is not None and int(window) < 1:
+        problems.append(f"sliding_window = {window} must be at least 1")
     sinks = next((own for own, parameter in module.named_parameters(recurse=False) if parameter is given), None)
     if given is not None and (sinks is None or given.shape != (query.shape[1],)):
         problems.append("its attention has sinks that aren't a parameter with one number per head")

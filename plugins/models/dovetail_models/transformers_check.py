@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import TrialRun
 from dovetail.errors import DovetailError
 from dovetail_models.transformers_attention import AttentionCall, bind
@@ -36,6 +36,9 @@ class PlainAttention(AttentionLayer):
     def __init__(self, spec: LayerSpec, batch: PlainBatch) -> None:
         self.spec, self._batch = spec, batch
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def bind(self, cache: LayerCache) -> None:
+        raise DovetailError("the attention of the check keeps K and V itself")
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if v is None:
