@@ -16,7 +16,7 @@ from dovetail.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """What a layer keeps. `tensor_bytes` returns, for a number of tokens, the size in bytes of one block in each of its tensors. `shares`: index of
+    """Cache of a layer. `tensor_bytes` returns, for a number of tokens, the size in bytes of one block in each of its tensors. `shares`: index of
     the layer whose cache it reads; it has none of its own."""
 
     index: int
@@ -27,7 +27,7 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer's cache lies: its group, which page of a block is its, and the slot of each of its tensors in that page."""
+    """Location of a layer's cache: its group, its page within a block, and the slot of each of its tensors in that page."""
 
     group: int
     page: int

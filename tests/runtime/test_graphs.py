@@ -76,7 +76,7 @@ class Noting(launch.Compiler):
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> Graphs:
-    """Of a small model with the layers of a large one, which takes the kernels of a Hopper for its own."""
+    """Return the graphs of a small model whose layers have the sizes of a large one, as if on a Hopper."""
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[90])
     monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
     write_checkpoint(replace(SHAPES[request.param], layers=1, vocab=4096, intermediate=1024, max_len=2048), tmp_path)

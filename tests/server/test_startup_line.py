@@ -1,4 +1,4 @@
-"""What `dovetail serve` says of the model's cache groups when it starts."""
+"""The start-up line of `dovetail serve` about the model's cache groups."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class EngineCore:
     def _stalled(self, what: str) -> SchedulerStalled:
         return SchedulerStalled(
             f"scheduler {self.settings.scheduler_name} {what}, and nothing is in flight: {len(self._requests)} unfinished requests would wait "
-            f"for ever ({len(self.books.waiting)} waiting, {len(self.books.running)} running, {self.kv.available_pages} pages available)"
+            f"forever ({len(self.books.waiting)} waiting, {len(self.books.running)} running, {self.kv.available_pages} pages available)"
         )
 
     def _end_for_lack_of_memory(self) -> bool:

@@ -12,7 +12,7 @@ from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer's cache lies. Layers of different groups, or of different pages of a block, may have the same tensors."""
+    """Location of a layer's cache. Layers of different groups, or of different pages of a block, may have the same tensors."""
 
     group: int = 0
     page: int = 0  # of a block

@@ -19,7 +19,7 @@ from dovetail.api.attention import LayerCache, LayerSpec
 
 
 class Units(NamedTuple):
-    """Where the tokens of a layer lie: its page of a block, and distances in units. Layers that are equal in it share slots."""
+    """Location of a layer's tokens: its page within a block, and distances in units. Layers with equal `Units` share slots."""
 
     group: int
     page: int  # of a block

@@ -14,7 +14,7 @@ _KINDS = ("full_attention", "sliding_attention")  # of layers; each has a rotary
 
 
 class GemmaArch(DecoderArch):
-    """What all Gemmas from 2 on have in common."""
+    """Common parts of Gemma 2 and its successors."""
 
     activation_field = "hidden_activation"
     activations = tuple(ACTIVATIONS)

@@ -559,7 +559,7 @@ class AsksTheFirstGroupOnly(PrefixCache):
 
 @mutant(caught_by="kv_cache.hit")
 class ForgetsTheOldestBlockOfAWindow(PrefixCache):
-    """Of those that later tokens see."""
+    """Finds a prefix without the oldest block that later tokens see."""
 
     def _find(self, group: _Group, hashes: list[bytes], tokens: int) -> tuple[int, list[int]]:
         window = group.spec.window
@@ -586,7 +586,7 @@ class MixesTheHashesOfGroups(PrefixCache):
 
 @mutant(caught_by="kv_cache.hit_length")
 class FindsABlockOfTheSmallestGroup(PrefixCache):
-    """That isn't the end of a block in the others."""
+    """Takes a hit that ends within a block of another group."""
 
     def __init__(self, options: PrefixOptions, context: KVContext) -> None:
         super().__init__(options, context)

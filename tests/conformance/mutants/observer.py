@@ -264,7 +264,7 @@ class ExpectsTheRejectedNeverToHaveRun(Observer):
 
 @mutant(caught_by="observer.request_untouched")
 class SortsPromptsThatItCan(Observer):
-    """Those that a user gave as an array can be made writable."""
+    """Writes to a prompt that came as an array, after making it writable."""
 
     def on_arrived(self, event: RequestArrived) -> None:
         prompt = event.request.prompt_array

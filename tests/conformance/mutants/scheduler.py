@@ -438,7 +438,7 @@ class WritesForAWhile(Plain):
 
 @mutant(caught_by="scheduler.read_only")
 class SortsPromptsThatItCan(Plain):
-    """Those that a user gave as an array can be made writable."""
+    """Writes to a prompt that came as an array, after making it writable."""
 
     def on_arrival(self, request: Request) -> None:
         with suppress(ValueError):
