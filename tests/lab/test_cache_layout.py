@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig
 
 from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import ConfigError, UnsupportedError
-from dovetail.runtime.kv_pool import kv_layout
-from dovetail_attention.sdpa import TorchAttention
 from dovetail_lab.cache_layout import layout_of, measured_groups, pool_tokens, windows_of
 from dovetail_lab.model_sizes import ModelSizes
 from dovetail_lab.step_profile import StepTimeProfile
@@ -30,9 +27,10 @@ H200 = {"kind": "roofline", "device": "h200"}
 
 def of_transformers(config: dict[str, Any]) -> Any:
     """Return the text model's config as transformers completes it."""
+    transformers = pytest.importorskip("transformers", reason="the lab runs without it")
     text = config.get("text_config", config)
     values = {key: value for key, value in text.items() if key != "model_type"}
-    return AutoConfig.for_model(text["model_type"], **values)
+    return transformers.AutoConfig.for_model(text["model_type"], **values)
 
 
 def windows_by_transformers(config: dict[str, Any]) -> list[int | None]:
@@ -43,6 +41,10 @@ def windows_by_transformers(config: dict[str, Any]) -> list[int | None]:
 
 def engine_layout(config: dict[str, Any], max_len: int | None = None) -> KVLayout:
     """Return the layout that the engine makes of such layers, of 16-bit numbers."""
+    pytest.importorskip("torch", reason="the lab runs without it")
+    from dovetail.runtime.kv_pool import kv_layout
+    from dovetail_attention.sdpa import TorchAttention
+
     full = of_transformers(config)
     windows = [None if window is None or (max_len is not None and window >= max_len) else window for window in windows_by_transformers(config)]
     size = getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads
