@@ -5,10 +5,15 @@ from __future__ import annotations
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+SPREAD = ("tests/docs/test_code_blocks.py",)  # long files whose tests have nothing in common
+
 
 class FilesToWorkers(LoadFileScheduling):
-    """The tests of a file run in one process, which makes its fixtures once. A test that ends its worker fails, and the rest of its file goes to
-    another one: `LoadFileScheduling` would assign the same test again and again, and then wait forever."""
+    """The tests of a file run in one process, which makes its fixtures once; those of `SPREAD` in any. If a test ends its worker, it fails, and the
+    rest of its file goes to another one: `LoadFileScheduling` would assign the same test again and again, and then wait forever."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Return the test that was running, if a worker with tests left has gone, and deal out the others again."""
