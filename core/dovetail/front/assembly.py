@@ -267,10 +267,10 @@ def _make_executor(
 
 
 def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, parts: Parts, clock: Clock) -> EngineCore:
-    check_pool(capacity, config.max_num_batched_tokens)
     layout, num_pages = capacity.layout, capacity.num_pages
     kv: KVCacheManager = parts.kv_cache.make(KVContext(layout, num_pages, config.seed))
     check_groups(layout, kv, parts.kv_cache.qualified_name)
+    check_pool(capacity, config.max_num_batched_tokens, trims=kv.capabilities.trim)
     scheduler = parts.scheduler.make(SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, num_pages, layout.block_size, config.seed))
     observer_context = ObserverContext(config.max_num_seqs, num_pages)
     observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
@@ -280,10 +280,11 @@ def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, par
     return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers)
 
 
-def check_pool(capacity: Capacity, max_tokens: int) -> None:
-    """One sequence of `max_model_len`, computed in steps of `max_tokens`, must fit, or some request could stop the engine. Raises
-    `UnsupportedError`."""
-    needed = capacity.layout.most_pages(capacity.max_model_len, max_tokens)
+def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:
+    """One sequence of `max_model_len`, computed in steps of `max_tokens`, must fit, or some request could stop the engine. `trims`: the KV-cache
+    manager releases blocks that have left a window. Raises `UnsupportedError`."""
+    layout, length = capacity.layout, capacity.max_model_len
+    needed = layout.most_pages(length, max_tokens) if trims else layout.pages(length)
     if capacity.num_pages < needed:
         raise UnsupportedError(
             f"the KV cache has {capacity.num_pages} pages, but one sequence of max_model_len = {capacity.max_model_len} tokens needs {needed}: "
