@@ -27,15 +27,16 @@ class Text(NamedTuple):
 
 
 @cache
-def docstrings() -> tuple[Text, ...]:
-    """Every docstring of the core, of the plugin packages and of the examples."""
-    return tuple(_docstrings())
+def docstrings(containing: str = "") -> tuple[Text, ...]:
+    """Every docstring of the core, of the plugin packages and of the examples, in files that contain this: to parse all takes seconds."""
+    return tuple(_docstrings(containing))
 
 
-def _docstrings() -> Iterator[Text]:
+def _docstrings(containing: str) -> Iterator[Text]:
     for folder in ("core/dovetail", "plugins", "apps", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            source = path.read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(source)) if containing in source else ():
                 if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
                     text := ast.get_docstring(node, clean=False)
                 ):
@@ -44,7 +45,7 @@ def _docstrings() -> Iterator[Text]:
 
 def examples() -> list[Text]:
     """The Python in them, and on the pages."""
-    fenced = [Text(text.place, textwrap.dedent(found)) for text in docstrings() for _, found in FENCED.findall(text.text)]
+    fenced = [Text(text.place, textwrap.dedent(found)) for text in docstrings("```python\n") for _, found in FENCED.findall(text.text)]
     return fenced + [Text(block.place, block.text) for page in pages() for block in blocks_of(page) if block.language == "python"]
 
 

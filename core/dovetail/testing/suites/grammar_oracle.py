@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import permutations, product
 from typing import Any
 
@@ -77,14 +78,26 @@ class Language(ABC):
 
 
 class Listed(Language):
-    """Language given by its texts: all, or enough to know all prefixes of up to `known_to` bytes."""
+    """Language given by its texts: all, or enough to know all prefixes of up to `known_to` bytes. They are enumerated when first needed, which takes
+    up to a second."""
 
     def __init__(self, texts: Iterable[str], known_to: int | None = None) -> None:
-        self.texts = {text.encode() for text in texts}
-        self.beginnings = {text[:end] for text in self.texts for end in range(len(text) + 1)}
+        self._given = texts
         self.known_to = known_to
+
+    @cached_property
+    def texts(self) -> set[bytes]:
+        return {text.encode() for text in self._given}
+
+    @cached_property
+    def beginnings(self) -> set[bytes]:
+        return {text[:end] for text in self.texts for end in range(len(text) + 1)}
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of bytes of the longest token that consists of the texts' bytes."""
         letters = set().union(*self.texts)
-        self.longest = max(len(text_of(id)) for id in range(CONTEXT.vocab_size) if letters.issuperset(text_of(id)))
+        return max(len(text_of(id)) for id in range(CONTEXT.vocab_size) if letters.issuperset(text_of(id)))
 
     def has(self, text: bytes) -> bool:
         return text in self.texts
@@ -159,7 +172,7 @@ def _regex(pattern: str, alphabet: str, length: int) -> Case:
     """`alphabet`: all characters that the language has. Each of its beginnings is one character at most away from a text, and texts longer than
     `length` are left out."""
     texts = ("".join(letters) for n in range(length + 1) for letters in product(alphabet, repeat=n))
-    return Case(GrammarSpec("regex", pattern), Listed((text for text in texts if re.fullmatch(pattern, text, re.ASCII)), length - 1))
+    return Case(GrammarSpec("regex", pattern), Listed(filter(re.compile(pattern, re.ASCII).fullmatch, texts), length - 1))
 
 
 def _choice(*texts: str) -> Case:
