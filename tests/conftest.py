@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.frozen import count_once
-from tests.support import FULL
+from tests.support import FULL, PROFILE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,12 +21,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LONG = ("test_interpreter.py", "server/test_processes.py", "structured/test_same_tokens.py")  # half a minute and more, and late in the alphabet
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))  # with `-n`, nobody is left alone with one at the end
-    skip = pytest.mark.skip(reason="slow: runs with DOVETAIL_TEST_PROFILE=full, as in make test-full")
-    for item in items:
-        if not FULL and "slow" in item.keywords:
-            item.add_marker(skip)
+    if not FULL:  # slow tests run with DOVETAIL_TEST_PROFILE=full, as in make test-full
+        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
+        items[:] = [item for item in items if "slow" not in item.keywords]
+    if PROFILE == "brief":  # each test once, with the first of its parameters
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        items[:] = [item for item in items if first[item.nodeid.partition("[")[0]] is item]
 
 
 @pytest.hookimpl(optionalhook=True)

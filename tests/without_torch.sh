@@ -15,7 +15,7 @@ pip install --quiet -c constraints.txt "$(echo "$dir"/wheels/dovetail_llm-*.whl)
 ! "$dir/venv/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; exit 1; }
 "$dir/venv/bin/dovetail" plugins list
 (cd "$dir" && venv/bin/dovetail plugins test scheduler fcfs)
-# All of these run with torch too: fewer examples do here, and a few of the calibrations, which take minutes.
+# All of these run with torch too: here each test runs with one of its parameters and few examples, and a few of the calibrations, which take minutes.
 export DOVETAIL_TEST_PROFILE=brief
 "$dir/venv/bin/python" -m pytest -n 2 -p no:cacheprovider \
   tests/engine tests/testing tests/schedulers tests/kv_cache tests/registry tests/config tests/lab \
