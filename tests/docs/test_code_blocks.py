@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from functools import cache
 from importlib.metadata import metadata
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +30,7 @@ from dovetail_batch.job import load_plan
 from dovetail_cluster.settings import load_cluster
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
 from tests.registry.fakes import Site, modules_forgotten
+from tests.support import FULL
 
 OWN_TEST = {"docs/write-a-scheduler.md"}  # test_write_a_scheduler.py installs what it describes
 NOT_RUN: set[str] = set()  # "page:line" of every block that is marked not to run: none so far
@@ -39,6 +41,8 @@ ABOUT = {"docs/plugins/port-a-model.md": "dovetail-olmo2"}  # packages of exampl
 LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
+SIMULATE_OFTEN = ("compare", "sweep", "capacity")  # commands of the lab: only the full profile compares what they print with the page
+FEW = 20  # requests of each simulation otherwise
 
 Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
 
@@ -178,12 +182,26 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
     if ">" in args:
         args, expected = args[: args.index(">")], ""
     args = [str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args]
+    if args[0] == "lab" and args[1] in SIMULATE_OFTEN and not FULL:
+        args, expected = abridged(args), ""
     result = CliRunner().invoke(app, args, prog_name="dovetail")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == (2 if "error:" in expected else 0), f"{block.place}: {result.output}"
     if expected:
         check_output(block, expected, result.output)
+
+
+def abridged(args: list[str]) -> list[str]:
+    """Return this command of the lab with two seeds and few requests. What it prints isn't what the page shows then."""
+    args = [re.sub(r"requests=\d+", f"requests={FEW}", arg) for arg in args]
+    for index, (option, value) in enumerate(pairwise(args), start=1):
+        if option == "--seeds":
+            args[index] = "2"
+        if option == "--trace" and value.endswith(".yaml"):
+            args[index] = f"few-{Path(value).name}"
+            Path(args[index]).write_text(re.sub(r"^requests: \d+", f"requests: {FEW}", Path(value).read_text(), flags=re.MULTILINE))
+    return args
 
 
 def run_curl(block: Block, words: list[str], expected: str, server: Server) -> None:
