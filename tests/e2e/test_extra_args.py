@@ -10,7 +10,7 @@ import torch
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import RequestError
-from tests.executors.ranks import LONG, SETTINGS, generate
+from tests.executors.ranks import SETTINGS, generate
 from tests.registry.fakes import Site, components
 from tests.registry.site import site
 
@@ -81,7 +81,7 @@ def engine(sampler: str, ranks: int = 1) -> LLMEngine:
 
 
 def giving(**extra_args: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False, extra_args=extra_args)
+    return SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False, extra_args=extra_args)
 
 
 @pytest.mark.usefixtures("samplers")
@@ -107,9 +107,9 @@ def test_a_value_that_the_samplers_model_refuses_is_refused_at_arrival_by_its_na
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_row_that_the_sampler_refuses_ends_its_own_request_alone(ranks: int) -> None:
     with engine("unchecked", ranks) as one:
-        alone = generate(one, PROMPTS, LONG)
+        alone = generate(one, PROMPTS, giving())
         for index, prompt in enumerate(PROMPTS):
-            one.add_request(f"fine {index}", prompt, LONG)
+            one.add_request(f"fine {index}", prompt, giving())
             one.add_request(f"bad {index}", prompt, giving(rank=["x", [], {"a": 1}][index]))
         one.add_request("bad samples", [4, 5], SamplingParams(n=3, logprobs=2, prompt_logprobs=1, extra_args={"rank": "x"}, detokenize=False))
         outputs: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def test_a_row_that_the_sampler_refuses_ends_its_own_request_alone(ranks: int) -
             assert (bad.finish_reason, bad.token_ids) == ("error", ())
             assert str(bad.stop_reason).startswith(f"sampler Unchecked raised in update(): {('ValueError', 'TypeError', 'TypeError')[index]}: ")
         assert [sample.finish_reason for sample in outputs["bad samples"].outputs] == ["error"] * 3
-        assert [output.outputs[0].token_ids for output in generate(one, PROMPTS, LONG)] == [output.outputs[0].token_ids for output in alone]
+        assert [output.outputs[0].token_ids for output in generate(one, PROMPTS, giving())] == [output.outputs[0].token_ids for output in alone]
 
 
 @pytest.mark.usefixtures("samplers")

@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True, scope="module")
 def what_the_first_start_makes() -> None:
     with engine(2) as one:
-        generate(one, PROMPTS)
+        generate(one, PROMPTS, SamplingParams(max_tokens=2, detokenize=False))
 
 
 def test_a_rank_that_is_killed_amidst_steps_is_named_to_the_requests_that_wait() -> None:

@@ -27,7 +27,7 @@ from tests.executors.hosts import HERE, NOTICED_S, THERE, TOKEN, Agent, agent, e
 from tests.executors.ranks import SETTINGS, children_of, engine, generate, is_alive, nothing_left, processes_of_ranks, wait_until
 
 PROMPTS = [[5, 17, 200, 31, 8, 90, 12], [9, 12], [400, 3, 77]]
-SEEDED = SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=12, ignore_eos=True, detokenize=False)
+SEEDED = SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=6, ignore_eos=True, detokenize=False)
 FOREVER = """
 import json, sys, time
 from dovetail import LLMEngine

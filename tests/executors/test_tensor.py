@@ -20,9 +20,9 @@ from tests.executors.ranks import SETTINGS, engine, generate, nothing_left, proc
 
 PROMPTS = [[5, 17, 200, 31, 8, 90, 12, 44, 7, 7, 301], [9, 12], [400, 3, 77], [9] * 40]
 SAMPLED = [
-    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2),
-    SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=20, ignore_eos=True, detokenize=False, n=2),
-    SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, logit_bias={11: 2.0}, max_tokens=20, ignore_eos=True, detokenize=False),
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=8, ignore_eos=True, detokenize=False, n=2),
+    SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, logit_bias={11: 2.0}, max_tokens=8, ignore_eos=True, detokenize=False),
 ]
 
 torch.set_num_threads(1)
