@@ -59,6 +59,7 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, obje
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # other cores run other tests: the lab doesn't start processes that import it again
     monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
     module = ModuleType("documentation_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)

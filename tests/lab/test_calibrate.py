@@ -122,6 +122,7 @@ def found_launching() -> Calibration:
     return calibrate(pretended(launch=LAUNCH, after_launch_s=0.0005, results_s=0.0002))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES.keys())
 def test_the_time_of_launching_is_not_taken_for_the_steps_before(found_launching: Calibration, rows: list[tuple[int, int]]) -> None:
     model, launch = found_launching.profile.make(), found_launching.profile.make_launch()
@@ -135,12 +136,14 @@ def test_the_time_of_launching_is_not_taken_for_the_steps_before(found_launching
         assert max(launched, model.seconds(step)) == pytest.approx(max(launched, TRUE.seconds(step)), rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_ends_with_its_launching_is_found_out(found_launching: Calibration) -> None:
     assert found_launching.profile.after_launch_s == pytest.approx(0.0005, rel=0.05)
     assert found_launching.profile.error is not None
     assert found_launching.profile.error < 0.02
 
 
+@pytest.mark.slow
 def test_a_simulation_of_a_slow_launcher_is_like_it(found_launching: Calibration, tmp_path: Path) -> None:
     found_launching.profile.save(tmp_path / "found.json")
     trace = load_workload("arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)")
@@ -370,6 +373,7 @@ def test_an_engine_too_slow_for_a_rehearsal_has_the_grids_times() -> None:
     assert made.profile.results_s == pytest.approx(0.25, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail_lab.calibrate.ROUNDS", 1)  # the second is for what time is left
     step_time = {"kind": "linear", "base_s": 0.0042, "per_token_s": 2.2e-5, "per_context_s": 3.7e-8, "per_pair_s": 3e-10}
@@ -379,6 +383,7 @@ def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(monkeypatch: pytest.
     assert max(sighting.ended for sighting in gridded(made)) < 40  # of 54: the rest is for what the engine does besides
 
 
+@pytest.mark.slow
 def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Calibration, found_machine: StepTimeProfile) -> None:
     sightings = gridded(measured_machine)
     partial = profile_of(sightings[: len(sightings) // 6], True, name="partial")
