@@ -69,10 +69,10 @@ def suites() -> Iterator[type[Suite]]:
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick profile tries a sixth of what the schedulers' suite does: there are many of them, and each has its own tests too."""
+    """The quick profile tries a twelfth of what the schedulers' suite does: there are many of them, and each has its own tests too."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
-        repeatable.for_all(among, examples // 6, *rest)
+        repeatable.for_all(among, max(2, examples // 12), *rest)
 
     if not FULL:
         monkeypatch.setattr(scheduler, "for_all", for_some)

@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen2_moe"])
 def test_two_ranks_write_the_tokens_of_one(tmp_path: Path, model_type: str) -> None:
     random_model(tiny(model_type)).save_pretrained(tmp_path)
     alone = tokens_of(tmp_path, "transformers")

@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small steps": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
 }
 
-QUICK = [("llguidance", "overlap"), ("llguidance", "small memory"), ("xgrammar", "small memory")]
+QUICK = [("llguidance", "overlap"), ("xgrammar", "small memory")]
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
