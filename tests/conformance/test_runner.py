@@ -30,13 +30,12 @@ LIMIT_S = 4.0
 @pytest.mark.parametrize(
     ("component", "message", "in_line"),
     [
-        (unruly.HangsInC, "it hung, and was ended after 4 s, without the time when others had the CPU; --time-limit", True),
         (unruly.Crashes, "it ended the process, by SIGSEGV", True),
         (unruly.Exits, "it ended the process, with exit code 0", False),
     ],
 )
 def test_a_check_in_which_the_process_is_lost_has_failed_and_the_others_count(component: type, message: str, in_line: bool) -> None:
-    verdict = run("observer", component, time_limit_s=LIMIT_S)
+    verdict = run("observer", component)
     lost, given_up = verdict.findings
     assert {lost.id, *lost.also} == CHECKS
     assert given_up.id == "observer.leaves_nothing", "the last"
@@ -45,6 +44,16 @@ def test_a_check_in_which_the_process_is_lost_has_failed_and_the_others_count(co
     assert verdict.findings[0].help == "", "a hint on what the check would have looked at"
     assert verdict.passed == verdict.expected - len(CHECKS) - 1
     assert component.__name__ in verdict.component
+
+
+def test_a_check_that_hangs_has_failed_and_the_others_count() -> None:
+    verdict = run("observer", unruly.HangsInC, time_limit_s=LIMIT_S)
+    (lost,) = verdict.findings
+    assert {lost.id, *lost.also} < CHECKS
+    assert lost.message.startswith("it hung, and was ended after 4 s, without the time when others had the CPU; --time-limit")
+    assert "in misbehave (unruly.py:" in lost.message
+    assert lost.help == ""
+    assert verdict.passed == verdict.expected - 1
 
 
 def test_a_component_that_always_ends_the_process_is_given_up() -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from dovetail.api.observer import EngineStopped, Observer, RequestArrived
 from dovetail.testing.checks import Absent
@@ -104,5 +105,9 @@ class Crashes(Unruly):
 
 
 class HangsInC(Unruly):
+    """Once."""
+
     def misbehave(self) -> None:
-        ctypes.PyDLL(None).sleep(1000)  # and keeps the GIL meanwhile
+        if not (hung := Path("hung")).exists():
+            hung.touch()
+            ctypes.PyDLL(None).sleep(1000)  # and keeps the GIL meanwhile
