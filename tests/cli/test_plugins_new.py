@@ -99,7 +99,7 @@ def test_the_doctor_finds_nothing_wrong(installed: Path) -> None:
     assert examine("dovetail-my-executor").findings == ()
 
 
-SUITES = [pytest.param(kind, marks=pytest.mark.slow if kind in ("scheduler", "sampler", "attention", "model") else ()) for kind in KINDS]
+SUITES = [pytest.param(kind, marks=pytest.mark.slow if kind in ("scheduler", "kv_cache", "sampler", "attention", "model") else ()) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", SUITES)

@@ -29,6 +29,9 @@ NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Trito
 NEEDS_GPUS = {"tensor"}  # or none: then its ranks are on the CPU
 NEEDS_TIME = {
     "tensor",
+    "llama",
+    "mistral",
+    "qwen2",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -36,7 +39,7 @@ NEEDS_TIME = {
     "ministral",
     "gemma4_text",
     "gemma4_unified_text",
-}  # processes, or many tensors: in the full profile alone
+}  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {"transformers"}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile

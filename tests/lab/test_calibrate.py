@@ -212,7 +212,8 @@ def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine:
     assert found_machine.error < 0.01
 
 
-@pytest.mark.parametrize(("workload", "scheduler"), [(BUSY, "fcfs"), pytest.param(BURSTS, "sarathi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("workload", "scheduler"), [(BUSY, "fcfs"), (BURSTS, "sarathi")])
 def test_a_machine_that_replays_small_steps_is_predicted(found_machine: StepTimeProfile, workload: str, scheduler: str) -> None:
     assert differences(found_machine, workload, scheduler) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
 
@@ -248,6 +249,7 @@ def test_it_is_found_out_what_decodes_are_padded_to(found_stairs: StepTimeProfil
         assert model.seconds(shape(*decodes(rows, 600))) == pytest.approx(seconds, rel=0.01), rows
 
 
+@pytest.mark.slow
 def test_decodes_that_no_size_is_padded_to_are_not_taken_for_padded(found_machine: StepTimeProfile) -> None:
     assert found_machine.step_time["decode"]["sizes"] == []
 
@@ -359,6 +361,7 @@ def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(found_busy
     assert all(without[f"{metric} p50"] < -0.05 for metric in ("ttft", "tpot", "e2e"))
 
 
+@pytest.mark.slow
 def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(measured_machine: Calibration) -> None:
     rehearsed = [sighting for sighting in measured_machine.sightings if sighting.rehearsed]
     assert 4 < rehearsed[-1].ended - rehearsed[0].planned < 6

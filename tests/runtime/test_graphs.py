@@ -45,10 +45,12 @@ from tests.kernels import INTERPRETED
 from tests.runtime.fakes import Bench
 from tests.runtime.recorded import Recording, give_graphs, play_graphs_on_the_cpu
 from tests.runtime.test_decode_graphs import CapturableGreedy
+from tests.support import FULL
 
 noted = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="what a GPU would be given is noted, and nothing is launched")
 
-MAX_ROWS, MAX_TOKENS, BLOCK_SIZE = 64, 1024, 16
+MAX_ROWS, MAX_TOKENS = (64, 1024) if FULL else (16, 256)
+BLOCK_SIZE = 16
 
 
 class Noting(launch.Compiler):

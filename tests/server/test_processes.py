@@ -415,7 +415,7 @@ def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]
     ("options", "said"),
     [
         (["--set", "max_num_seqs=none"], "max_num_seqs"),  # by the supervisor
-        (["--set", "kv_cache_memory=1"], "kv_cache_memory"),  # by the engine's process
+        pytest.param(["--set", "kv_cache_memory=1"], "kv_cache_memory", marks=pytest.mark.slow),  # by the engine's process
         (["--port", "70000"], "--port"),
         (["--host", "256.256.256.256"], "--host"),
     ],
