@@ -42,7 +42,7 @@ from dovetail.nn.kernels import (
     streamed,
     widened,
 )
-from dovetail.runtime import decode_rows_kernels
+from dovetail.runtime import decode_rows_kernels, slots_kernel
 from dovetail.runtime.row_state import RowState
 from dovetail.testing.memory import bind_layers
 from dovetail_attention.triton_backend import TritonAttention
@@ -161,6 +161,7 @@ def launch_layers(dtype: torch.dtype) -> None:
         state = RowState(4, 64, KVLayout((CacheGroup((0,), 16),), 1, "none"), torch.device("cpu"))
         rows = torch.arange(4)
         decode_rows_kernels.append(state, rows, *decode_rows_kernels.last_tokens(state, rows)[::-1], x[:4])
+        slots_kernel.put_slots(rows, state.tables, torch.ones(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), 4, 0, state.row_width)
         if dtype != torch.float32:
             for rows_of_layer in ROWS:
                 _launch_linear(rows_of_layer, hidden, dtype)

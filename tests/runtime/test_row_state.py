@@ -166,8 +166,10 @@ def test_a_block_of_several_pages_has_each_in_a_table_of_its_own() -> None:
     state.update(replace(batch(), new_pages=np.array(grown, np.int32)))
     assert state.tables[:, 1, :4].tolist() == [[5, 6, 7, 8], [0, 20, 30, 0], [0, 21, 31, 0]]
     assert [table.tolist() for table in state.by_group(state.tables[:, 1, 1])] == [[6], [20, 21]]
-    assert state.slots(np.array([1, 1]), np.array([8, 11])).tolist() == [[7 * 3 + 2, 8 * 3 + 2], [20 * 6 + 2, 20 * 6 + 5], [21 * 6 + 2, 21 * 6 + 5]]
     assert state.waste_slots.tolist() == [150, 300, 300]
+    slots = torch.zeros((3, 3), dtype=torch.int64)
+    state.put_slots(torch.tensor([state.row_width + 8, state.row_width + 11, 0]), 2, slots)
+    assert slots.tolist() == [[7 * 3 + 2, 8 * 3 + 2, 150], [20 * 6 + 2, 20 * 6 + 5, 300], [21 * 6 + 2, 21 * 6 + 5, 300]]
 
 
 def test_a_row_holds_as_many_tokens_as_its_shortest_table() -> None:

@@ -71,7 +71,7 @@ def expected_of(step: Step) -> dict[str, list[Any]]:
 def test_a_batch_is_flat(step: Step) -> None:
     host = inputs_of(step)
     expected = expected_of(step)
-    assert lists_of(host) == lists_of(host.to_device(CPU)) == expected
+    assert lists_of(host) == lists_of(host.to_device(rows_of())) == expected
     assert host.num_tokens == len(expected["token_indices"])
     assert host.ends.tolist() == expected["query_starts"][1:]
 
@@ -100,7 +100,7 @@ def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.Monkey
         host = inputs_of(step)
         assert host.max_blocks == 3
         fixed = MixedInputs(SIZE, rows_of(), 0).fill(host, np.zeros(0, np.int64))
-        assert [inputs.tables is not None for inputs in (host, host.to_device(CPU), fixed)] == [comes] * 3
+        assert [inputs.tables is not None for inputs in (host, host.to_device(rows_of()), fixed)] == [comes] * 3
 
 
 def test_fixed_inputs_begin_as_padding() -> None:

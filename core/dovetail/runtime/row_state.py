@@ -5,11 +5,13 @@ ids to be known, so the host counts them itself, in numpy, and never has to ask 
 
 A block of a cache group is one or more pages; each page of it has a table of its own here, in which a block is one number. The tables of a group
 lie behind each other, those of all groups in one array: a step gathers its rows of all of them at once. Slots and small tables are made from the
-host's copy, without asking the device. It can't be the manager's, which is a step ahead and, with several ranks, in another process.
+host's copy, without asking the device. It can't be the manager's, which is a step ahead and, with several ranks, in another process. Slots of many
+tokens in several groups are computed on the device (`slots_on_device`): there a kernel takes as long for many tables as for one.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
@@ -20,7 +22,8 @@ from dovetail.api.executor import Batch, NewRow
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
-from dovetail.nn.kernels.launch import ALIGNMENT
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import ALIGNMENT, KernelUnavailable
 from dovetail.runtime.transfer import all_to_device
 
 Int64 = NDArray[np.int64]
@@ -41,7 +44,9 @@ class RowState:
         self._tables_of = [slice(end - group.pages_per_block, end) for end, group in zip(ends, layout.groups, strict=True)]  # by group
         self.num_tables = ends[-1] if ends else 0
         self.block_tokens = np.array([group.block_tokens for group in layout.groups for _ in range(group.pages_per_block)], np.int64)  # by table
-        self.waste_slots = np.zeros(self.num_tables, np.int64)  # by table: where padding tokens are written; see `pool_allocated`
+        self.waste_page = 0  # where padding tokens are written; see `pool_allocated`
+        self.slots_on_device = len(layout.groups) > 1  # of other steps than decodes
+        self._block_tokens = torch.from_numpy(self.block_tokens).to(device)
         self.row_width = max_len + 1  # so that a row at its end may sample once more, into an unused place
         # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates it.
         count = max_rows + 1
@@ -80,7 +85,12 @@ class RowState:
 
     def pool_allocated(self, num_pages: int) -> None:
         """Note that the pool has `num_pages` pages, and the waste page behind them."""
-        self.waste_slots = num_pages * self.block_tokens
+        self.waste_page = num_pages
+
+    @property
+    def waste_slots(self) -> Int64:
+        """[tables] where padding tokens are written."""
+        return self.waste_page * self.block_tokens
 
     def update(self, batch: Batch) -> None:
         """Apply removed rows, added rows and new pages. Raises `DovetailError` if they don't fit."""
@@ -122,6 +132,22 @@ class RowState:
                 slots[table] += offsets
         return slots
 
+    def put_slots(self, token_indices: torch.Tensor, count: int, slots: torch.Tensor) -> None:
+        """Enqueue the computation of slots [tables, n] int64, of the first `count` of token_indices [n] int64 (flat, in `token_ids`). The others are
+        padding; their slots are in the waste page."""
+        tables = self.tables
+        if use_kernels(token_indices):
+            from dovetail.runtime import slots_kernel
+
+            with suppress(KernelUnavailable):
+                slots_kernel.put_slots(token_indices, tables, self._block_tokens, slots, count, self.waste_page, self.row_width)
+                return
+        rows, positions = token_indices[:count] // self.row_width, token_indices[:count] % self.row_width
+        sizes = self._block_tokens[:, None]
+        pages = tables[torch.arange(self.num_tables, device=self.device)[:, None], rows, positions // sizes]
+        slots[:, :count] = pages * sizes + positions % sizes
+        slots[:, count:] = self.waste_page * sizes
+
     def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
         """Record that `num_tokens` more tokens of each row are computed."""
         self.computed[rows] += num_tokens
@@ -162,12 +188,14 @@ class RowState:
         self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
-            for group, (tables, pages) in enumerate(zip(self._tables_of, new.pages, strict=True)):
-                self.num_pages[group, new.row] = 0
-                if len(pages):
-                    self._append_pages(group, tables, np.full(len(pages), new.row), np.maximum(pages, 0))  # what isn't held is never read
             self.logprobs[new.row] = -1 if new.sampling.logprobs is None else new.sampling.logprobs
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
+        for group, tables in enumerate(self._tables_of):
+            pages = [new.pages[group] for new in added]
+            counts = np.array([*map(len, pages)])
+            self.num_pages[group, rows] = counts
+            nth = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+            self._put_pages(tables, rows.repeat(counts), nth, np.maximum(np.concatenate(pages), 0))  # what isn't held is never read
         return [
             (rows, self.known[rows].astype(np.int32)),
             (self._prompt_lens_at + rows, np.array([new.prompt_len for new in added], np.int32)),
@@ -178,14 +206,20 @@ class RowState:
         """Append pages [n] to the tables of `group` of rows [n]."""
         order = np.argsort(rows, kind="stable")  # by row, keeping order
         rows = rows[order]
-        nth, per_block = self.num_pages[group, rows] + counts_within(rows), tables.stop - tables.start
-        columns = nth // per_block
-        if (columns >= self.max_blocks).any():
-            row = int(rows[(columns >= self.max_blocks).argmax()])
+        nth = self.num_pages[group, rows] + counts_within(rows)
+        excess = nth >= self.max_blocks * (tables.stop - tables.start)
+        if excess.any():
+            row = int(rows[excess.argmax()])
             raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
         np.add.at(self.num_pages[group], rows, 1)
-        where = ((tables.start + nth % per_block) * (self.max_rows + 1) + rows) * self.max_blocks + columns
-        self.host_tables.reshape(-1)[where] = pages[order]
+        self._put_pages(tables, rows, nth, pages[order])
+
+    def _put_pages(self, tables: slice, rows: Int64, nth: Int64, pages: NDArray[np.int32]) -> None:
+        """Set the pages of rows [n] at these places [n] in their order within `tables`."""
+        per_block = tables.stop - tables.start
+        columns, first = (nth, tables.start) if per_block == 1 else (nth // per_block, tables.start + nth % per_block)
+        where: Int64 = (first * (self.max_rows + 1) + rows) * self.max_blocks + columns
+        self.host_tables.reshape(-1)[where] = pages
         self._unsent.append(where)
 
     def _send(self, changes: list[Change]) -> None:

@@ -243,7 +243,7 @@ class Runner:
             hidden = graphs.replay(graph, self._attention_batch(batch, host, inputs, shared_blocks, mixed_graph=graph.whole))
             all_states = graph.inputs.all_states
         else:
-            inputs = host.to_device(self.device)
+            inputs = host.to_device(self.rows)
             self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks))
             all_states = all_states or len(last_indices) == host.num_tokens
             hidden = self._launch_model(inputs, None if all_states else last_indices)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class HostInputs:
 
     token_indices: Int64  # [tokens] indices of the tokens' ids in the flat ids of all rows
     positions: Int64  # [tokens] within their sequences
-    slots: Int64  # [tables, tokens] slots of their K and V
+    slots: Int64  # [tables, tokens] slots of their K and V; [0, tokens] if these are computed on the device
     rows: Int64  # [b]
     query_starts: Int32  # [b + 1] start of each row's tokens, and the end
     kv_lens: Int32  # [b] tokens in a row's cache, including this step's
@@ -56,7 +57,7 @@ class HostInputs:
         kv_lens = (computed + counts).astype(np.int32)
         max_blocks = -(-int(kv_lens.max()) // state.block_size)
         tables = state.host_tables[:, rows, :max_blocks] if state.num_tables * len(rows) * max_blocks <= TABLE_ENTRIES else None
-        slots = state.slots(row_of, positions)
+        slots = np.empty((0, len(row_of)), np.int64) if state.slots_on_device else state.slots(row_of, positions)
         return cls(row_of * state.row_width + positions, positions, slots, rows, starts, kv_lens, max_blocks, tables)
 
     @property
@@ -68,11 +69,35 @@ class HostInputs:
         """[b] exclusive ends of the rows' tokens."""
         return self.query_starts[1:]
 
-    def to_device(self, device: torch.device) -> DeviceInputs:
+    def to_device(self, state: RowState) -> DeviceInputs:
         tables = [] if self.tables is None else [self.tables]
-        return DeviceInputs(
-            *all_to_device([self.token_indices, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *tables], device)
-        )
+        arrays: list[NDArray[Any]] = [self.token_indices, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *tables]
+        inputs = DeviceInputs(*all_to_device(arrays, state.device))
+        if not state.slots_on_device:
+            return inputs
+        slots = inputs.slots.new_empty(state.num_tables, self.num_tokens)
+        state.put_slots(inputs.token_indices, self.num_tokens, slots)
+        return replace(inputs, slots=slots)
+
+
+class _Slots:
+    """Slots of up to `size` tokens of a recorded step, at fixed addresses: sent with its other inputs, or computed on the device from these."""
+
+    def __init__(self, size: int, state: RowState) -> None:
+        self._state = state
+        every = state.waste_slots[:, None]
+        self._all = torch.zeros((state.num_tables, size), dtype=torch.int64, device=state.device) if state.slots_on_device else None
+        self.padding = every[:0] if state.slots_on_device else every  # [tables sent, 1]
+        self.sent: Int64 = self.padding.repeat(size, 1)  # [tables sent, size] of a step of padding
+
+    def on_device(self, sent: torch.Tensor) -> torch.Tensor:
+        """Return [tables, size] int64. `sent`: what was sent of them."""
+        return sent if self._all is None else self._all
+
+    def put(self, token_indices: torch.Tensor, count: int) -> None:
+        """Compute those that aren't sent: see `RowState.put_slots`."""
+        if self._all is not None:
+            self._state.put_slots(token_indices, count, self._all)
 
 
 class MixedInputs:
@@ -84,11 +109,12 @@ class MixedInputs:
     def __init__(self, size: int, state: RowState, most_wanted: int) -> None:
         tokens, rows, short = np.zeros(size, np.int64), np.zeros(state.max_rows, np.int64), np.zeros(state.max_rows + 1, np.int32)
         wanted, table = np.zeros(most_wanted, np.int64), np.zeros(TABLE_ENTRIES, np.int32)
-        self._waste = state.waste_slots[:, None]
-        self._mirror = Mirror([tokens, tokens, self._waste.repeat(size, 1), rows, short, short[:-1], wanted, table], state.device)
+        self._slots = _Slots(size, state)
+        self._mirror = Mirror([tokens, tokens, self._slots.sent, rows, short, short[:-1], wanted, table], state.device)
         self._mirror.send()
-        *inputs, self.wanted, self._table = self._mirror.tensors
-        self._all = DeviceInputs(*inputs)
+        token_indices, positions, sent, *others, self.wanted, self._table = self._mirror.tensors
+        self._all = DeviceInputs(token_indices, positions, self._slots.on_device(sent), *others)
+        self._slots.put(token_indices, 0)
 
     @property
     def all_states(self) -> bool:
@@ -113,18 +139,21 @@ class MixedInputs:
         """Enqueue the copy of a step's inputs, and of the indices of wanted tokens, unless all are wanted."""
         token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = self._mirror.arrays
         tokens, count = host.num_tokens, len(host.rows)
-        for padded, own, padding in ((token_indices, host.token_indices, 0), (positions, host.positions, 0), (slots, host.slots, self._waste)):
+        for padded, own, padding in (
+            (token_indices, host.token_indices, 0),
+            (positions, host.positions, 0),
+            (slots, host.slots, self._slots.padding),
+        ):
             padded[..., :tokens], padded[..., tokens:] = own, padding
         rows[:count], query_starts[: count + 1], kv_lens[:count] = host.rows, host.query_starts, host.kv_lens
         if len(all_wanted):
             all_wanted[: len(wanted)] = wanted
-        if host.tables is None:
-            self._mirror.send(numbers=0)
-            return self.rows(count)
-        used = host.tables.size
-        table[:used] = host.tables.reshape(-1)
+        used = 0 if host.tables is None else host.tables.size
+        if host.tables is not None:
+            table[:used] = host.tables.reshape(-1)
         self._mirror.send(numbers=used)
-        return self.rows(count, self._table[:used].view(host.tables.shape))
+        self._slots.put(self._all.token_indices, tokens)
+        return self.rows(count, None if host.tables is None else self._table[:used].view(host.tables.shape))
 
 
 class DecodeInputs:
