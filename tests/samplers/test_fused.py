@@ -169,6 +169,15 @@ def test_of_a_few_likely_tokens_exactly_those_are_drawn_that_the_filters_keep(fi
 
 
 @runs_kernels
+@pytest.mark.parametrize("at", [3, 100])
+def test_an_infinite_logit_wins_wherever_it_is(at: int) -> None:
+    logits = [float(token % 7) for token in range(150)]
+    logits[at], logits[at + 1] = np.inf, -np.inf
+    rows = [Row(logits, replace(sampling, seed=1)) for sampling in A_FEW_FILTERS]
+    assert fused_draw(ready(rows, device=str(DEVICE))) == [at] * len(rows)
+
+
+@runs_kernels
 @pytest.mark.parametrize("temperature", [1e-45, 1e-3, 1e300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_extreme_temperatures_are_no_trouble(temperature: float, filters: dict[str, float]) -> None:

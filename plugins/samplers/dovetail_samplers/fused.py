@@ -43,7 +43,7 @@ WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `table.RECORD`
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(word) for word in range(4))
 SEED_STATE = tl.constexpr(2)  # the third of 8 bytes
 NONE = tl.constexpr(1e30)  # from here on: no top-p
-LEAST = tl.constexpr(torch.finfo(torch.float32).min)
+LEAST, MOST = tl.constexpr(torch.finfo(torch.float32).min), tl.constexpr(torch.finfo(torch.float32).max)
 MANY = tl.constexpr(1 << 30)  # tokens
 HOTTEST = tl.constexpr(1e37)  # a temperature with a normal inverse
 
@@ -163,9 +163,9 @@ def _survey(
             at = place * WIDTH + tile
             tl.store(tops + at, top)
             if temperature > 0:
-                top, sharpness = tl.maximum(top, LEAST), _sharpness(temperature)
+                top, sharpness = _finite(top), _sharpness(temperature)
                 if _is_filtered(row, floats, ints, vocab):
-                    tl.store(found + at, tl.sum(tl.exp2((x - top) * sharpness), 0))
+                    tl.store(found + at, tl.sum(_weights(x, top, sharpness), 0))
                     groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
                     count = (vocab + GROUP - 1) // GROUP
                     in_group = tl.reshape(x, (TILE // GROUP, GROUP))
@@ -178,8 +178,20 @@ def _survey(
 
 @triton.jit
 def _times(x, top, sharpness, key_1, key_2, hashes):
-    """Each logit's time in the race, multiplied by the weight that `top` has; infinite for a logit of -inf. `top` is finite."""
+    """Each logit's time in the race, multiplied by the weight that `top` has; infinite for a logit of -inf, 0 for one of +inf. `top` is finite."""
     return exponentials(key_1, key_2, hashes) * tl.exp2((top - x) * sharpness)
+
+
+@triton.jit
+def _weights(x, top, sharpness):
+    """Each logit's weight, relative to that of `top`, which is the largest or, if that is infinite, `_finite`."""
+    return tl.exp2(tl.minimum((x - top) * sharpness, 0.0))
+
+
+@triton.jit
+def _finite(top):
+    """Return the largest logit, or the finite number next to it: a difference of infinities would be NaN, which wins no race on a GPU."""
+    return tl.minimum(tl.maximum(top, LEAST), MOST)
 
 
 @triton.jit
@@ -236,12 +248,12 @@ def _choose(
     at, exists = place * WIDTH + tile, tile < tiles
     top_of = tl.load(tops + at, mask=exists, other=float("-inf"))
     top, chosen = tl.max(top_of, 0, return_indices=True)
-    top = tl.maximum(top, LEAST)
+    top = _finite(top)
     temperature = tl.load(floats + row * WORDS + TEMPERATURE)
     sharpness = _sharpness(temperature)
     found_in = tl.load(found + at, mask=exists, other=0.0)
     if (temperature > 0) & _is_filtered(row, floats, ints, vocab):
-        total = tl.sum(found_in * tl.exp2((top_of - top) * sharpness), 0)
+        total = tl.sum(found_in * _weights(top_of, top, sharpness), 0)
         groups = (vocab + GROUP - 1) // GROUP
         token = _choose_filtered(
             logits, row, floats, ints, longs, num_tokens, prompt_lens, hashes, group_tops + place * groups, hits + place * groups,
@@ -322,7 +334,7 @@ def _choose_filtered(
         tied = (inside & (key == end_key)).to(tl.int32)
         rank = tied_before + tl.cumsum(tied, 0) - tied  # chunks, and the ids within, ascend
         tied_before += tl.sum(tied, 0)
-        kept = inside & ((key > end_key) | ((key == end_key) & (rank < room))) & (tl.exp2((x - top) * sharpness) >= min_p)
+        kept = inside & ((key > end_key) | ((key == end_key) & (rank < room))) & (_weights(x, top, sharpness) >= min_p)
         times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=kept, other=0))
         least, first = tl.min(tl.where(kept, times, float("inf")), 0, return_indices=True)
         here = tl.sum(tl.where(tl.arange(0, CHUNK) == first, token, 0), 0)
@@ -380,7 +392,7 @@ def _reaching(
         sums = tl.zeros((PIVOTS,), tl.float32)
         for start in range(0, count * (GROUP if GROUP > 0 else 1), CHUNK):
             _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
-            amount = tl.exp2((x - top) * sharpness) if WEIGHED else inside.to(tl.float32)
+            amount = _weights(x, top, sharpness) if WEIGHED else inside.to(tl.float32)
             sums += tl.sum(tl.where(key[:, None] >= clipped[None, :], amount[:, None], 0.0), 0)
         passed = tl.sum(((sums >= target) & (pivots <= highest)).to(tl.int64), 0)  # the lowest so many
         low += passed * step
@@ -395,7 +407,7 @@ def _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl
     count = tl.full((), 0, tl.int32)
     for start in range(0, groups, CHUNK):
         group, x, key, inside = _read(group_tops, hits, start, groups, groups, 0, CHUNK, SPARE)
-        hit = (inside & (key >= bound.to(tl.int32)) & (tl.exp2((x - top) * sharpness) >= least)).to(tl.int32)
+        hit = (inside & (key >= bound.to(tl.int32)) & (_weights(x, top, sharpness) >= least)).to(tl.int32)
         tl.store(hits + count + tl.cumsum(hit, 0) - hit, group, mask=hit > 0)
         count += tl.sum(hit, 0)
     return count
@@ -407,7 +419,7 @@ def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr,
     number, mass, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, count * GROUP, CHUNK):
         _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
-        weights = tl.exp2((x - top) * sharpness)
+        weights = _weights(x, top, sharpness)
         above = inside & (key > end.to(tl.int32))
         number += tl.sum(above.to(tl.int32), 0)
         mass += tl.sum(tl.where(above, weights, 0.0), 0)
