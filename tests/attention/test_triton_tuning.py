@@ -64,6 +64,12 @@ def test_what_was_measured_is_chosen_where_it_has_room() -> None:
         assert HOPPER.decode(shape) == CUDA.decode(shape)
 
 
+@pytest.mark.parametrize(("block_size", "loads_apart"), [(1, False), (4, False), (8, True), (16, True), (24, False), (256, True)])
+def test_only_blocks_of_whole_pieces_are_loaded_apart(block_size: int, loads_apart: bool) -> None:
+    """Shared memory is swizzled in pieces of eight rows, which Triton refuses to split; and the keys of a step are whole blocks, or part of one."""
+    assert HOPPER.prefill(Shape(2, 64, 2, block_size)).loads_apart == loads_apart
+
+
 @pytest.mark.parametrize("arch", sorted(GPUS))
 @pytest.mark.parametrize("gluon", [True, False])
 def test_a_backend_takes_the_tilings_of_its_gpu(arch: int, gluon: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 REGISTERS = 65_536  # of a multiprocessor
 RESERVED_BYTES = 1024  # of shared memory reserved by CUDA, per program
 SPARE_BYTES = 1536  # of shared memory: exchange between warps, barriers
+PIECE = 8  # tokens of a block that are loaded apart in one piece, a multiple of this: so many rows are swizzled alike in shared memory
 PARTS = 4  # of a multiprocessor that warps are distributed over
 
 
@@ -178,7 +179,7 @@ def _cuda_prefill(shape: Shape, shared_bytes: int | None = None) -> PrefillTilin
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
     plain = not shape.windowed and not shape.capped and shape.rest is None and shape.in_tiles
     tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and plain else None
-    if tiling is None or (tiling.keys % shape.block_size and shape.block_size % tiling.keys):
+    if tiling is None or shape.block_size % PIECE or (tiling.keys % shape.block_size and shape.block_size % tiling.keys):
         return _cuda_prefill(shape)
     return tiling
 
