@@ -26,6 +26,7 @@ from tests.support import FULL
 BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
+COMPILES_S = 600.0  # of a check on a GPU, where each kernel is compiled first
 NEEDS_GPUS = {"tensor"}  # or none: then its ranks are on the CPU
 NEEDS_TIME = {
     "tensor",
@@ -59,6 +60,8 @@ def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[S
     spec = component.spec
     name = "_".join(["Test", spec.kind, spec.name, *(f"{key}_{value}" for key, value in options.items())])
     body = {"component": component.qualified_name, "options": options, "__module__": __name__}
+    if spec.name in NEEDS_A_GPU:
+        body["time_limit_s"] = COMPILES_S
     return type("".join(c if c.isalnum() else "_" for c in name), (suite_for(spec.kind),), body)
 
 

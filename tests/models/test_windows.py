@@ -26,7 +26,7 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 12,  # not an equal share of the hidden size
+    "head_dim": 16,  # not an equal share of the hidden size
     "max_position_embeddings": MAX_LEN,
     "sliding_window": WINDOW,
     "pad_token_id": None,

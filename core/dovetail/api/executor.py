@@ -187,7 +187,8 @@ class Result:
     token_ids: NDArray[np.int64]  # [b] the sampled token of each row of the batch; -1: none
     started: float
     ended: float
-    logprobs: HostLogprobs | None = None  # one row per row of the batch with `yields_token`, in order
+    # one row per row of the batch with `yields_token`, in order; columns beyond those that a row requests are undefined, all if it requests none
+    logprobs: HostLogprobs | None = None
     # index in the batch -> logprobs of the token *after* each computed one (n = num_tokens, one less at the end of the known tokens)
     prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)  # index in the batch -> why this row failed; the others are valid
