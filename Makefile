@@ -19,9 +19,9 @@ test: $(VENV)/.dev  ## the quick test suite
 test-full: $(VENV)/.dev  ## with the numbers of examples that a release asks for: about an hour
 	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -n 2
 
-test-page: $(VENV)/.dev  ## the server's page, a report and the site in headless Chromium, which is installed from Debian's packages if it isn't there
+test-page: docs  ## the server's page, a report and the site in headless Chromium, which is installed from Debian's packages if it isn't there
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || true
-	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -rs tests/page
+	DOVETAIL_TEST_PROFILE=full DOVETAIL_TEST_SITE=$(CURDIR)/site $(BIN)/python -m pytest -rs tests/page
 
 # Ray takes some 750 MB, which is why it has an environment of its own. Its token authentication stays on.
 test-cluster: .venv-cluster/.done  ## tests of what runs on Ray, with Ray itself, on this machine
@@ -47,10 +47,11 @@ docs: $(VENV)/.dev
 
 check: lint types rules docs test
 
-# constraints.txt pins what CI has seen working.
+# constraints.txt pins what CI has seen working. The pip that comes with Python 3.11 takes four times as long to choose versions as the present one.
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Dovetail needs Python 3.11 or newer: none found. Name one with PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch]"
