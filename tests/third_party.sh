@@ -46,7 +46,7 @@ use() {  # venv, kind, name, and for a model a directory with a config.json that
   "$bin/dovetail" plugins doctor "dovetail-$3"
   "$bin/python" -P "$dir/third_party.py" "$dir/src/dovetail-$3/engine.yaml" "$2" "$3" "$dir" "${@:4}"
   "$bin/python" -m pytest -q -p no:cacheprovider --rootdir "$dir/empty" "$dir/src/dovetail-$3/tests/test_$3.py"
-  "$bin/dovetail" plugins test "$2" "$3"
+  case $3 in lcfs | gumbel) "$bin/dovetail" plugins test "$2" "$3" ;; esac  # the same suite once more, by the command: two show that it finds it
 }
 
 without_torch > "$dir/plain.log" 2>&1 &

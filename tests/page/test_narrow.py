@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,9 +32,11 @@ WRAPPED = """[...document.querySelectorAll('.language-python code, .language-yam
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the documentation."""
-    folder = tmp_path_factory.mktemp("site")
-    subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q", "-d", folder], cwd=ROOT, check=True, capture_output=True)
+    """The address of the documentation. `make test-page` has just built it."""
+    folder = os.environ.get("DOVETAIL_TEST_SITE")
+    if folder is None:
+        folder = str(tmp_path_factory.mktemp("site"))
+        subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q", "-d", folder], cwd=ROOT, check=True, capture_output=True)
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...
