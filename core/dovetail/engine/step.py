@@ -321,6 +321,8 @@ class PlannedStep:
             self._books.extend(request, max(num_tokens, cached))
         self.admitted[request] = cached
         request.num_computed = cached
+        # It was preempted after its prompt, and what a hit beyond the prompt leaves out may be what a fork of the prompt needs.
+        request.trimmed = cached >= request.prompt_tokens and self._books.layout.has_windows
         return True
 
     def _extend(self, request: LiveRequest, num_tokens: int) -> bool:
