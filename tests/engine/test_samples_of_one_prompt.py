@@ -257,3 +257,35 @@ def test_aborting_many_samples_compares_none_with_all_others(monkeypatch: pytest
     for sample in samples:
         world.abort(sample.id)
     assert compared <= len(samples)
+
+
+def test_a_sample_that_resumes_after_its_prompt_is_not_forked_for_blocks_that_its_hit_left_out() -> None:
+    """Its prefix hit covers its answer, too, and holds only what later tokens see."""
+
+    def policy(step: Step) -> None:
+        first = named(step).get("s#0")
+        if first in step.running and first is not None and first.num_tokens == 20 and not first.preemptions:
+            step.preempt(first)
+        elif first is not None and (first.num_tokens < 20 or first in step.waiting):
+            step.grant(first)
+        else:
+            fcfs(step)
+
+    world = World(always(policy), Shape(block_size=2, window=3, overlap=False))
+    world.add(Spec("s", PROMPT, n=2, max_tokens=14))
+    world.drain(check=True)
+    assert world.core.stats.preemptions == 1
+
+
+def test_blocks_kept_for_samples_are_given_up_before_a_request_ends_for_lack_of_memory() -> None:
+    def policy(step: Step) -> None:
+        first = named(step).get("s#0")
+        if first is None:
+            fcfs(step)
+        else:
+            step.grant(first)  # the other sample has to wait until it has ended
+
+    world = World(always(policy), Shape(num_blocks=8, block_size=2, window=4, max_tokens=4, max_model_len=40))
+    world.add(Spec("s", PROMPT, n=2, max_tokens=29))
+    world.drain(check=True)
+    assert [len(world.tokens[f"s#{index}"]) for index in range(2)] == [29, 29]

@@ -85,11 +85,20 @@ class Books:
         computed = request.num_computed
         request.next_trim = (computed // self.block_size + 1) * self.block_size
         if request.siblings and computed >= request.prompt_tokens:
-            if has_fresh(request.siblings):
+            if has_fresh(request.siblings) and not request.trimmed:
                 computed = request.prompt_tokens - 1  # a fork computes the prompt's last token
             else:
                 request.trimmed = True
         self.kv.trim(request, computed)
+
+    def release_prompt(self, request: LiveRequest) -> bool:
+        """Release the blocks that `request` keeps only for samples of its prompt, which will compute it again. Returns True if there were any."""
+        if not self._has_windows or not request.siblings or request.trimmed or request.num_computed < request.prompt_tokens:
+            return False
+        request.trimmed = True
+        before = self.kv.available_pages
+        self._trim(request)
+        return self.kv.available_pages > before
 
     def drop_blocks(self, request: LiveRequest) -> None:
         """Release its blocks and its row."""

@@ -229,12 +229,15 @@ class EngineCore:
         )
 
     def _end_for_lack_of_memory(self) -> bool:
-        """Finish the only running request at its present length if it needs more pages to grow than are available. Returns True if there is one."""
+        """Finish the only running request at its present length if it needs more pages to grow than are available, even without those that it keeps
+        for samples of its prompt. Returns True if there is one, or planning again may help."""
         running = self.books.running.as_tuple()
         if len(running) != 1 or not running[0].generated or running[0].num_tokens <= running[0].capacity:
             return False
         if self.kv.pages_needed(running[0], running[0].num_tokens) <= self.kv.available_pages:
             return False
+        if self.books.release_prompt(running[0]):
+            return True
         self._finish(running[0], Finish("length", "kv_capacity"), deliver=True)
         return True
 
