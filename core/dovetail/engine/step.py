@@ -49,7 +49,7 @@ class PlannedStep:
         self._books = books
         self._kv = books.kv
         self._known = books.known
-        self._tokens_left = max_tokens
+        self._max_tokens = self._tokens_left = max_tokens
         self._seqs_left = max_seqs
         self._flights_end = flights_end
         self._open = True
@@ -133,7 +133,10 @@ class PlannedStep:
         if self._fork_source(request) is not None:
             return Cost(1, self._books.layout.pages(1), request.prompt_tokens - 1)
         cached, known = self._kv.lookup(request), request.num_tokens
-        return Cost(known - cached, self._kv.pages_needed(request, known), cached)
+        blocks = self._kv.pages_needed(request, known)
+        if self._books.layout.has_windows:  # chunks release what leaves a window before the next one takes its blocks
+            blocks = min(blocks, self._books.layout.most_pages(known, self._max_tokens))
+        return Cost(known - cached, blocks, cached)
 
     def blocks_at(self, request: Request, tokens: int) -> int:
         request = self._check_known(request)
