@@ -71,6 +71,11 @@ class KVLayout:
         """True if blocks of some group leave a sliding window, so that `trim` can release them."""
         return any(group.window is not None for group in self.groups)
 
+    def next_release(self, computed: int) -> int:
+        """Return the number of computed tokens, more than `computed`, at which the next block leaves its group's window. The layout has windows."""
+        windows = [(group.window, group.block_tokens, group.first_visible_block(computed)) for group in self.groups if group.window is not None]
+        return min((first + 1) * tokens + window - 1 for window, tokens, first in windows)
+
     def capacity(self, num_tokens: int) -> int:
         """Return how many tokens fit into the blocks that `allocate(request, num_tokens)` has provided."""
         return min((group.blocks(num_tokens) * group.block_tokens for group in self.groups), default=num_tokens)

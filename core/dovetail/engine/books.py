@@ -83,7 +83,7 @@ class Books:
     def _trim(self, request: LiveRequest) -> None:
         """Release the blocks that have left their group's window, unless a sample of the same prompt will need them. Later batches may use them."""
         computed = request.num_computed
-        request.next_trim = (computed // self.block_size + 1) * self.block_size
+        request.next_trim = self.layout.next_release(computed)
         if request.siblings and computed >= request.prompt_tokens:
             if has_fresh(request.siblings) and not request.trimmed:
                 computed = request.prompt_tokens - 1  # a fork computes the prompt's last token
