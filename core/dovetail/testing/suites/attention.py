@@ -85,7 +85,7 @@ class AttentionSuite(AttentionGroups):
         """`LayerSpec.scale` multiplies q·k, also with a window; 1 / sqrt(head_size) is only its usual value."""
         windows = (None, 12) if self.claims.window else (None,)
         for size in (min(self.head_sizes()), max(self.head_sizes())):
-            for scale in (0.02, min(1.0, 2 * size**-0.5)):  # scores of a larger one would be rounded by more than values are judged by
+            for scale in (0.02, min(1.0, 8 * size**-0.5)):  # scores of a larger one would be rounded by more than values are judged by
                 assert_as_defined(self.bench(self.case((0, 20), (30, 1), scale=scale, head_size=size, windows=windows)))
 
     @check("attention.huge_scores", since="0.1")
