@@ -152,6 +152,15 @@ def vllm_arguments() -> str:
     return "\n".join(rows)
 
 
+def vllm_flags() -> str:
+    """Return a table of the flags of vLLM's server that have another name here, or none."""
+    from dovetail_server.engine_flags import LEFT_OUT, REFUSED, RENAMED
+
+    rows = ["| vLLM | here |", "|---|---|", *(f"| `{flag}` | `{ours}` |" for flag, ours in RENAMED.items())]
+    rows += [f"| `{flag}` | left out: {why} |" for flag, why in LEFT_OUT.items()]
+    return "\n".join([*rows, *(f"| `{flag}` | refused: {instead} |" for flag, instead in REFUSED.items())])
+
+
 def api_versions() -> str:
     """Return the interface version of each kind."""
     return "\n".join(["| kind | api |", "|---|---|", *(f"| `{kind}` | {API_VERSIONS[kind]} |" for kind in KINDS)])
@@ -288,6 +297,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "built-in components": built_in_components,
     "api versions": api_versions,
     "vllm arguments": vllm_arguments,
+    "vllm flags": vllm_flags,
     **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},
     "help": help_text,
     **{f"help {' '.join(command)}": partial(help_text, *command) for command in commands()},

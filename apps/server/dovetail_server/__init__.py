@@ -8,6 +8,6 @@ from dovetail.api.component import CommandSpec, hookimpl
 @hookimpl
 def dovetail_commands() -> list[CommandSpec]:
     return [
-        CommandSpec("serve", "dovetail_server.command:serve", "Serve a model over HTTP, with OpenAI's and Anthropic's APIs"),
+        CommandSpec("serve", "dovetail_server.command:app", "Serve a model over HTTP, with OpenAI's and Anthropic's APIs"),
         CommandSpec("chat", "dovetail_server.chat_command:chat", "Talk to a local model or a server"),
     ]

@@ -1,4 +1,4 @@
-"""The command `dovetail serve`. Its options are the fields of `ServerSettings`."""
+"""The command `dovetail serve`. Its options are the fields of `ServerSettings`, and the arguments of `LLM()`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from pydantic.fields import FieldInfo
 from dovetail.checks import shown
 from dovetail.cli.settings import RequiredSource, Settings
 from dovetail.errors import ConfigError, MissingExtraError
+from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import check_installed
 
 NULL = "null"  # option value for "no limit"
 EXTRA = "server"
+EPILOG = "Arguments of LLM() are flags, too, vLLM's included: --max-model-len 4096, --enforce-eager, --no-enable-prefix-caching."
 MODULES = {  # modules that the server's processes import, and their packages
     "zmq": "pyzmq",
     "msgspec": "msgspec",
@@ -35,6 +37,8 @@ MODULES = {  # modules that the server's processes import, and their packages
 
 def serve(source: str, settings: list[str], in_process: bool, **options: Any) -> None:
     """Serve a model over HTTP with OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C."""
+    flags = {name: options.pop(name) for name in ENGINE_FLAGS if name in options}
+    settings = with_flags(settings, {name: value for name, value in flags.items() if value is not None})
     server = _read(options)
     _check_packages()
     if server.batch_directory is not None:
@@ -99,6 +103,7 @@ def _parameters() -> list[inspect.Parameter]:
     listed: list[tuple[str, Any, Any]] = [("source", RequiredSource, inspect.Parameter.empty), ("settings", Settings, [])]
     listed += [_parameter(name, field) for name, field in ServerSettings.model_fields.items()]
     listed.append(("in_process", in_process, False))
+    listed += flag_parameters()
     return [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=default) for name, kind, default in listed]
 
 
@@ -122,3 +127,5 @@ def _plain(annotation: Any) -> Any:
 
 serve.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
 serve.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command(name="serve", cls=ServeCommand, epilog=EPILOG)(serve)

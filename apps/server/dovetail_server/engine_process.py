@@ -35,7 +35,7 @@ def main() -> int:
     from dovetail_server.links import ZmqPost
 
     try:
-        config = EngineConfig.load_with(start["source"], EngineConfig.read_settings(start["set"]), origin="--set")
+        config = EngineConfig.load_with(start["source"], EngineConfig.read_settings(start["set"]), origin="command line")
         assembly = assemble(config, {})
     except DovetailError as error:
         channel.send(refused=str(error))

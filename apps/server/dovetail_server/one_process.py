@@ -62,7 +62,7 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
     log_to_stderr()
     allow_open_files()
     sockets, url = bind(settings)
-    config = EngineConfig.load_with(source, EngineConfig.read_settings(overrides), origin="--set")
+    config = EngineConfig.load_with(source, EngineConfig.read_settings(overrides), origin="command line")
     assembly = assemble(config, {})
     assembly.prepare_grammars()
 

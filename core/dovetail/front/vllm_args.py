@@ -32,6 +32,11 @@ class Argument:
     taken: tuple[Any, ...]  # examples
     refused: tuple[Any, ...]
 
+    @property
+    def is_switch(self) -> bool:
+        """True if it is on or off: as a flag of a command line it takes no value."""
+        return any(type(value) is bool for value in (*self.taken, *self.refused))
+
 
 class EngineArgs:
     """The arguments of an engine, as vLLM or as `engine.yaml` names them, for `LLMEngine.from_engine_args`."""
@@ -72,7 +77,7 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if instead is None:
             raise ConfigError(f"{_shown(name, value)}: {row.otherwise}")
         for key in instead:
-            if _is_given(key, overrides):
+            if is_given(key, overrides):
                 raise ConfigError(f"{name} sets {key}, which is given as well: leave one of them out")
         overrides |= instead
         if instead != {name: value}:
@@ -88,10 +93,13 @@ def _check_spelling(name: str) -> None:
         raise ConfigError(f"{name}: unknown key{near}")
 
 
-def _is_given(key: str, overrides: Mapping[str, Any]) -> bool:
-    """True if an override sets this dotted key already."""
+def is_given(key: str, overrides: Mapping[str, Any]) -> bool:
+    """True if an override sets this dotted key already. A component's key sets its name, too."""
     outer, _, option = key.partition(".")
-    return key in overrides or (bool(option) and isinstance(overrides.get(outer), Mapping) and option in overrides[outer])
+    if key in overrides or (not option and f"{key}.name" in overrides):
+        return True
+    around = overrides.get(outer)
+    return option in around if isinstance(around, Mapping) else option == "name" and around is not None
 
 
 def check_call(method: str, others: Mapping[str, Any]) -> None:
@@ -105,6 +113,7 @@ def check_call(method: str, others: Mapping[str, Any]) -> None:
 
 
 _SAMPLING = {field.name for field in fields(SamplingParams)}
+SECRETS = {"hf_token"}  # arguments whose values are never shown
 _told: set[str] = set()  # names of arguments: one line each is enough
 
 
@@ -120,7 +129,7 @@ def _tell(row: Argument, value: Any, instead: Mapping[str, Any]) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
-    return name if name == "hf_token" else f"{name}={shown(value)}"  # which is nobody else's business
+    return name if name in SECRETS else f"{name}={shown(value)}"  # which is nobody else's business
 
 
 # Rows
@@ -313,7 +322,8 @@ _ROWS = (
     _anyway("task", "auto", "generate", why="text is generated", otherwise=_POOLING, refused="embed"),
     _anyway("runner", "auto", "generate", why="text is generated", otherwise=_POOLING, refused="pooling"),
     # What requests ask for
-    *(_anyway(name, *_OFF, why="there are no adapters", otherwise=_LORA, refused=8) for name in ("enable_lora", "max_loras", "max_lora_rank")),
+    _anyway("enable_lora", *_OFF, why="there are no adapters", otherwise=_LORA, refused=True),
+    *(_anyway(name, None, why="there are no adapters", otherwise=_LORA, refused=8) for name in ("max_loras", "max_lora_rank")),
     *(_anyway(name, None, why="nothing is drafted", otherwise=_DRAFTS, refused="small") for name in ("speculative_config", "speculative_model")),
     _anyway("num_speculative_tokens", None, why="nothing is drafted", otherwise=_DRAFTS, refused=3),
     _anyway("structured_outputs_config", None, {}, why="grammar decides", otherwise="name the backend: grammar", refused={"backend": "xgrammar"}),
