@@ -37,6 +37,7 @@ RENAMED = {  # flags of vLLM's server -> ours
 LEFT_OUT = {  # flags of vLLM's server that ask for what is so anyway
     "--enable-auto-tool-choice": "the chat template selects the parser of tool calls",
     "--enable-server-load-tracking": "/load is always served",
+    "--enable-tokenizer-info-endpoint": "/tokenizer_info is always served",
     "--enable-prompt-tokens-details": "usage always counts cached tokens",
     "--trust-request-chat-template": "requests may bring a chat template",
 }

@@ -20,7 +20,7 @@ from dovetail_server.tracing import RequestRecord
 
 logger = logging.getLogger("dovetail.server")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # need no API key
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})  # need no API key
 QUIET_PATHS = frozenset({"/page/live"})  # not logged: every open page requests it each second
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")

@@ -33,7 +33,7 @@ class ServerSettings(BaseModel):
 
     api_keys: tuple[str, ...] = Field(default_factory=_keys_of_environment, repr=False)
     """API keys: each request must send one of them as `Authorization: Bearer KEY` or `x-api-key: KEY`. Empty: no authentication. The default is the
-    environment variable DOVETAIL_API_KEYS, separated by commas. /health and /ready need no key."""
+    environment variable DOVETAIL_API_KEYS, separated by commas. /health, /ping and /ready need no key."""
 
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server, such as `https://example.com`; `*`: all."""

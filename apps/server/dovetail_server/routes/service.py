@@ -1,4 +1,4 @@
-"""Endpoints about the server itself: /v1/models, /health, /ready, /version, /openapi.json."""
+"""Endpoints about the server itself: /v1/models, /health, /ping, /ready, /load, /version, /openapi.json."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ async def ready(exchange: Exchange) -> None:
     _check_health(exchange)
     exchange.check_open()
     await exchange.reply({"status": "ready"})
+
+
+async def load(exchange: Exchange) -> None:
+    """The number of requests that run or wait, over all front ends; samples of n > 1 count one by one."""
+    told = exchange.engine.load
+    await exchange.reply({"server_load": told.running + told.waiting})
 
 
 async def version(exchange: Exchange) -> None:
@@ -86,6 +92,8 @@ def described_path(route: Route) -> str:
 
 ROUTES = [
     Route("/health", Endpoint(health), methods=["GET"]),
+    Route("/ping", Endpoint(health), methods=["GET"]),
+    Route("/load", Endpoint(load), methods=["GET"]),
     Route("/ready", Endpoint(ready), methods=["GET"]),
     Route("/openapi.json", Endpoint(openapi), methods=["GET"]),
     Route("/version", Endpoint(version), methods=["GET"]),

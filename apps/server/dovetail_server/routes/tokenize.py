@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: the model's tokenizer."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -62,4 +62,31 @@ async def detokenize(exchange: Exchange) -> None:
     await exchange.reply({"prompt": await exchange.prepared(partial(exchange.engine.tokenizer.decode, body.tokens))})
 
 
-ROUTES = [Route("/tokenize", Endpoint(tokenize), methods=["POST"]), Route("/detokenize", Endpoint(detokenize), methods=["POST"])]
+async def tokenizer_info(exchange: Exchange) -> None:
+    """Describe the tokenizer as tokenizer_config.json does. Unlike vLLM's, the answer has no names of files or directories."""
+    tokenizer = exchange.engine.tokenizer
+    own, templates = tokenizer.transformers, tokenizer.chat_templates
+    settings = {name: own.init_kwargs[name] for name in _SETTINGS if isinstance(own.init_kwargs.get(name), bool | int | str)}
+    added = {
+        str(number): {"content": token.content, "special": token.special}
+        | {name: getattr(token, name) for name in ("lstrip", "rstrip", "normalized", "single_word")}
+        for number, token in own.added_tokens_decoder.items()
+    }
+    await exchange.reply(
+        {
+            "tokenizer_class": type(own).__name__,
+            **settings,
+            **tokenizer.special_tokens,
+            "added_tokens_decoder": added,
+            "chat_template": templates.get("default") if templates.keys() <= {"default"} else templates,
+        }
+    )
+
+
+_SETTINGS = ("model_max_length", "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "legacy", "padding_side")
+
+ROUTES = [
+    Route("/tokenize", Endpoint(tokenize), methods=["POST"]),
+    Route("/detokenize", Endpoint(detokenize), methods=["POST"]),
+    Route("/tokenizer_info", Endpoint(tokenizer_info), methods=["GET"]),
+]
