@@ -117,6 +117,10 @@ RULES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "guided_regex": ({"guided_regex": "[ab]c"}, ("ac", "bc")),
     "guided_grammar": ({"guided_grammar": 'start: "x" | "y"'}, ("x", "y")),
     "guided_json": ({"guided_json": {"enum": ["x", 1]}}, ('"x"', "1")),
+    "SGLang's regex": ({"regex": "[ab]c"}, ("ac", "bc")),
+    "SGLang's ebnf": ({"ebnf": 'root ::= "x" | "y"'}, ("x", "y")),
+    "SGLang's json_schema": ({"json_schema": '{"enum": ["x", 1]}'}, ('"x"', "1")),
+    "its json_schema as an object": ({"json_schema": {"enum": ["x", 1]}}, ('"x"', "1")),
     "as JSON": ({"guided_json": '{"enum": ["x", 1]}'}, ('"x"', "1")),
     "structural_tag": (
         {
@@ -134,7 +138,7 @@ RULES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_rule_of_vllms_is_followed_by_chat_and_completions(api: openai.OpenAI, name: str) -> None:
+def test_every_rule_in_others_words_is_followed_by_chat_and_completions(api: openai.OpenAI, name: str) -> None:
     rule, texts = RULES[name]
     assert ask(api, further=rule).choices[0].message.content in texts
     answer = api.completions.create(model="demo", prompt=["ROMEO:", "JULIET:"], max_tokens=30, extra_body=rule)
@@ -338,6 +342,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is asked, the pa
     "a deep schema": (schema_of(json.loads('{"not":' * 200 + "{}" + "}" * 200)), "response_format", "limits.max_grammar_depth"),
     "no choice": ({"guided_choice": []}, "guided_choice", "one string or more"),
     "two rules": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "guided_choice"),
+    "two of SGLang's": ({"ebnf": 'root ::= "a"', "json_schema": "{}"}, "ebnf", "json_schema contradict each other"),
+    "vLLM's and SGLang's": ({"guided_json": {}, "json_schema": {}}, "guided_json", "json_schema contradict each other"),
+    "a format and SGLang's": ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "regex contradict each other"),
+    "SGLang's beside tools": ({"regex": "a", "tools": TOOLS}, "regex", "can't call a tool"),
+    "a schema that is no JSON": ({"json_schema": "{"}, "json_schema", ""),
+    "a schema that is no object": ({"json_schema": "[1]"}, "json_schema", "it must be a JSON object"),
+    "SGLang's regex with a lookaround": ({"regex": "(?=a)b"}, "regex", "lookarounds"),
+    "an EBNF that is none": ({"ebnf": "root ::= ("}, "ebnf", ""),
+    "a rule of another type": ({"regex": 5}, "regex", "expected `str | null`"),
+    "what contradicts SGLang's": ({"regex": "a", "min_tokens": 2}, "min_tokens", "contradict"),
     "an unknown field": ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "there is no such field"),
     "what contradicts it": ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "contradict"),
     "tools beside a format": ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format", "tools"),

@@ -84,6 +84,11 @@ class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
+    # SGLang's structured-output parameters
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+
     # Accepted without effect: see `NO_EFFECT`
     user: str | None = None
     metadata: dict[str, Any] | None = None

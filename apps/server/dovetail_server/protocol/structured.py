@@ -87,6 +87,18 @@ class RuleFields(Struct, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
 
 
+_IN_VLLMS_WORDS = {  # parameter -> field of `StructuredOutputsParams`; None: all of them
+    "structured_outputs": None,
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "json_schema": "json",
+}
+
+
 # --- tools --------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -173,9 +185,9 @@ def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (),
     rules: dict[str, Structured] = {}
     if (rule := _named(names.form, partial(_rule_of_format, form))) is not None:
         rules[names.form] = rule
-    for name in RuleFields.__struct_fields__:
-        if (value := getattr(body, name)) is not None:
-            rules[name] = _named(name, partial(_rule_of_field, name, value))
+    for name, field in _IN_VLLMS_WORDS.items():
+        if (value := getattr(body, name, None)) is not None:
+            rules[name] = _named(name, partial(_rule_of_field, field, value))
     if len(rules) > 1:
         one, other = list(rules)[:2]
         raise HttpError(400, f"{one} and {other} contradict each other: an answer follows one rule", param=one)
@@ -226,10 +238,8 @@ def _rule_of_format(form: Any) -> Structured | None:
     return None
 
 
-def _rule_of_field(name: str, value: Any) -> Structured:
-    if name == "structured_outputs":
-        return structured_of_vllm(value)
-    return StructuredOutputsParams(**{name.removeprefix("guided_"): value}).structured()
+def _rule_of_field(field: str | None, value: Any) -> Structured:
+    return structured_of_vllm(value) if field is None else StructuredOutputsParams(**{field: value}).structured()
 
 
 def _named(name: str, make: Callable[[], T]) -> T:
