@@ -6,7 +6,9 @@ They are translated by the table of `dovetail.front.vllm_args`. vLLM's flags for
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
@@ -49,6 +51,10 @@ REFUSED = {  # flags of vLLM's server -> what does the same here
     "--lora-modules": 'Dovetail can\'t do that yet: see "LoRA adapters" in the roadmap, docs/roadmap.md',
     "--ssl-ca-certs": "let a proxy check the certificates of clients",
 }
+
+
+_COUNTS = {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
+_SHORT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])")  # small letters: powers of 1000; capital ones: of 1024
 
 
 class ServeCommand(TyperCommand):
@@ -132,7 +138,13 @@ def with_flags(settings: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return a flag's value, which is YAML as that of `--set`."""
+    """Return a flag's value, which is YAML as that of `--set`; vLLM's short forms of counts (32k, 1.5M) are read, too."""
     if not text.strip():
         raise ConfigError(f"{flag_of(name)}: it needs a value")
+    if name in _COUNTS and (short := _SHORT.fullmatch(text)):
+        number, unit = short.groups()
+        count = Decimal(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1)
+        if count != int(count):
+            raise ConfigError(f"{flag_of(name)}: {text} isn't a whole number")
+        return int(count)
     return text if name in SECRETS else parse_yaml(text, flag_of(name)).value
