@@ -94,6 +94,11 @@ def test_prompt_is_streamed_and_the_engine_closed() -> None:
     assert Echo.made.config.scheduler.options == {"x": 1}
 
 
+def test_trace_out_adds_an_observer_to_those_of_the_config() -> None:
+    assert generate("x", "--set", "observers=[log]", "--trace-out", "t.json").exit_code == 0
+    assert [(one.name, one.options) for one in Echo.made.config.observers] == [("log", {}), ("dovetail:perfetto", {"path": "t.json"})]
+
+
 def test_prompt_from_standard_input_and_chat() -> None:
     assert generate("-", input="hello").stdout == "hello\n"
     assert generate("hello", "--chat").stdout == "<hello>\n"

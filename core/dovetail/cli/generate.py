@@ -18,6 +18,7 @@ from dovetail.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from dovetail.cli.prompts import Prompt
+    from dovetail.config import EngineConfig
     from dovetail.front.llm_engine import LLMEngine
     from dovetail.request import RequestOutput
 
@@ -53,6 +54,9 @@ def generate(
     ] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each finished request.")] = False,
+    trace_out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace of steps and requests, for ui.perfetto.dev: the observer perfetto.")
+    ] = None,
 ) -> None:
     """Complete a prompt, or a file of prompts."""
     from dovetail.cli.prompts import as_chat
@@ -71,6 +75,8 @@ def generate(
     if chat:
         prompts = [as_chat(prompt) for prompt in prompts]
     config = load_config(source, settings)
+    if trace_out is not None:
+        config = _traced(config, trace_out)
     from dovetail.front.llm_engine import LLMEngine
 
     with _loading_bars() as progress:
@@ -81,6 +87,15 @@ def generate(
         finished = _stream(engine, prompts[0]) if stream else _run(engine, prompts, as_json)
     if not finished:
         raise typer.Exit(1)
+
+
+def _traced(config: EngineConfig, path: Path) -> EngineConfig:
+    """Return the config with the observer `perfetto` added."""
+    from dovetail.config import EngineConfig
+    from dovetail.registry.plugin import NAMESPACE
+
+    observer = {"name": f"{NAMESPACE}:perfetto", "path": str(path)}
+    return EngineConfig.load_with(config, {"observers": [*config.observers, observer]}, origin="--trace-out")
 
 
 def _rule(json_schema: Path | None, regex: str | None, choice: list[str]) -> dict[str, Any]:

@@ -17,6 +17,13 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         ComponentSpec(
             kind="observer",
+            name="perfetto",
+            target="dovetail_observers.perfetto:PerfettoObserver",
+            options="dovetail_observers.perfetto:PerfettoOptions",
+            summary="Writes a trace of steps and requests to a file for Perfetto",
+        ),
+        ComponentSpec(
+            kind="observer",
             name="prometheus",
             target="dovetail_observers.prometheus:PrometheusObserver",
             options="dovetail_observers.prometheus:PrometheusOptions",
