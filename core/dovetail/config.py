@@ -181,6 +181,9 @@ class EngineConfig(BaseModel):
     """The numbers by which K and V of each layer are divided before they become fp8. auto: the checkpoint's k_scale and v_scale, else 1. calibrate:
     fitted to the prompts of the first step."""
 
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the states of recurrent layers. bfloat16: half the memory and time of a decode's states, with some error."""
+
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
     """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""
 
@@ -331,6 +334,7 @@ class EngineConfig(BaseModel):
             kv_cache_dtype="float8_e4m3fn" if self.kv_cache_dtype.startswith("fp8") else self.kv_cache_dtype,
             kv_cache_scales=self.kv_cache_scales,
             quantization=self.quantization,
+            state_dtype=self.state_dtype,
         )
 
 

@@ -62,6 +62,8 @@ def _module(module: ModuleType, names: Any) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
+    if inspect.isfunction(value):
+        return value.__name__
     return f"{type(value).__name__}(…)" if " object at " in repr(value) else repr(value)
 
 
@@ -131,7 +133,7 @@ def _text(annotation: Any) -> str:
 
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
-        return f" = {field.default!r}"
+        return f" = {_value(field.default)}"
     return " = …" if field.default_factory is not dataclasses.MISSING else ""
 
 

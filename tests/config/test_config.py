@@ -36,6 +36,7 @@ gpu_memory_utilization: 0.9
 kv_cache_memory: null
 kv_cache_dtype: auto
 kv_cache_scales: auto
+state_dtype: float32
 block_size: auto
 generation_config: auto
 overlap: true

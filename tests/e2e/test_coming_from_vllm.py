@@ -47,6 +47,7 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
     "block_size": [(32, {"block_size": 32}), (None, {}), ("auto", {"block_size": "auto"})],
     "kv_cache_dtype": [("fp8", {"kv_cache_dtype": "fp8"}), ("auto", {"kv_cache_dtype": "auto"}), (None, {})],
     "calculate_kv_scales": [(True, {"kv_cache_scales": "calibrate"}), (False, {})],
+    "mamba_ssm_cache_dtype": [("auto", {}), ("float32", {"state_dtype": "float32"})],
     "enable_prefix_caching": [(True, {"kv_cache.reuse": True}), (False, {"kv_cache.reuse": False}), (None, {})],
     "prefix_caching_hash_algo": [("sha256", {"kv_cache.hash": "sha256"}), ("xxhash", {"kv_cache.hash": "xxh3"})],
     "max_logprobs": [(20, {"limits.max_logprobs": 20}), (None, {})],

@@ -24,9 +24,11 @@ def shapes(draw: st.DrawFn) -> Shape:
     unit = draw(st.integers(1, 5))
     groups = tuple((unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3]))) for window in windows)
     layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
+    state_pages = draw(st.sampled_from([0, 0, 0, 1, 3]))
     return Shape(
-        num_blocks=layout.most_pages(max_model_len, max_tokens) + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
+        num_blocks=layout.most_pages(max_model_len, max_tokens) + state_pages + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
         groups=groups,
+        state_pages=state_pages,
         max_in_flight=draw(st.integers(1, 4)),
         overlap=draw(st.sampled_from([True, True, False])),
         max_tokens=max_tokens,

@@ -39,6 +39,7 @@ class Shape:
     block_size: int = 4
     window: int | None = None
     groups: tuple[tuple[int, int | None, int], ...] = ()  # as `FakeExecutorOptions` has them, instead of `block_size` and `window`
+    state_pages: int = 0
     max_in_flight: int = 2
     overlap: bool = True
     max_tokens: int = 64  # a step
@@ -200,6 +201,7 @@ class World:
             block_size=shape.block_size,
             window=shape.window,
             groups=shape.groups,
+            state_pages=shape.state_pages,
             max_in_flight=shape.max_in_flight,
             vocab_size=shape.vocab_size,
             max_model_len=shape.max_model_len,
@@ -352,7 +354,9 @@ class World:
             if request.capacity:
                 groups = self.core.books.layout.groups
                 tables = zip(groups, self.kv.tables(request), strict=True)
-                assert request.capacity == min(len(pages) // group.pages_per_block * group.block_tokens for group, pages in tables)
+                assert request.capacity == min(
+                    len(pages) // group.pages_per_block * group.block_tokens for group, pages in tables if not group.recurrent
+                )
             if request.status in (Status.RUNNING, Status.DRAINING):
                 assert request.capacity
             elif request not in books.lingering:

@@ -9,14 +9,14 @@ import pytest
 
 from dovetail.testing.suites.kv_cache import GROUP_SCRIPTS, SCRIPTS
 from dovetail.testing.suites.kv_model import KVWorld, Shape
-from dovetail.testing.suites.kv_scripts import draw_groups, draw_script, draw_shape
+from dovetail.testing.suites.kv_scripts import draw_groups, draw_script, draw_shape, draw_states
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.support import FULL
 
 FIRST = SCRIPTS + GROUP_SCRIPTS  # seed
 
 
-@pytest.mark.parametrize("draw", [draw_shape, draw_groups])
+@pytest.mark.parametrize("draw", [draw_shape, draw_groups, *([draw_states] if FULL else [])])
 @pytest.mark.parametrize("reuse", [True, False])
 def test_no_claim_of_the_kind_is_ever_broken(reuse: bool, draw: Callable[[Random], Shape]) -> None:
     for seed in range(FIRST, 5_000 if FULL else FIRST + 40):

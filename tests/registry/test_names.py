@@ -52,7 +52,7 @@ def test_short_name_offered_twice_is_an_error_only_when_used(site: Site) -> None
 
 
 def test_a_short_name_means_the_built_in_whatever_is_installed(site: Site) -> None:
-    site.install("dovetail-mine", modules={"mine": components('kind="kv_cache", api="0.3", name="prefix", target="a:B"')})
+    site.install("dovetail-mine", modules={"mine": components('kind="kv_cache", api="0.4", name="prefix", target="a:B"')})
     registry = Registry.discover()
     assert registry.resolve("kv_cache", "prefix").qualified_name == "dovetail:prefix"
     mine = registry.resolve("kv_cache", "dovetail-mine:prefix")

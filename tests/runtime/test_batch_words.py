@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.executor import Batch, Masks, NewRow
+from dovetail.api.executor import Batch, Masks, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
@@ -46,12 +46,15 @@ def batches(draw: st.DrawFn) -> Batch:
         draw(st.lists(st.tuples(numbers, numbers, numbers), max_size=4)),
         draw(st.lists(st.tuples(numbers, numbers, st.booleans()), max_size=5)),
     )
+    width = draw(st.integers(0, 4))
+    state = st.lists(numbers, min_size=width, max_size=width).map(lambda values: np.array(values, np.int32))
     return Batch(
         step=draw(st.integers(-1, 2**40)),
         removed=draw(arrays),
         added=tuple(draw(st.lists(new_rows, max_size=3))),
         new_pages=np.array(pages, np.int32).reshape(-1, 3),
         copies=tuple(PageCopy(*pair) for pair in draw(st.lists(st.tuples(numbers, numbers), max_size=3))),
+        checkpoints=tuple(draw(st.lists(st.builds(RowCheckpoint, numbers, numbers, state), max_size=3))),
         rows=np.array([row[0] for row in rows], np.int32),
         num_tokens=np.array([row[1] for row in rows], np.int32),
         yields_token=np.array([row[2] for row in rows], np.bool_),
@@ -67,6 +70,8 @@ def values(one: Any) -> list[Any]:
 
 
 def as_lists(value: Any) -> Any:
+    if isinstance(value, RowCheckpoint):
+        return [as_lists(part) for part in (value.row, value.tokens, value.pages)]
     if isinstance(value, tuple):
         return [as_lists(item) for item in value]
     return (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value

@@ -17,6 +17,7 @@ class MeasuredGroup(Described):
     window: int | None = Field(default=None, ge=1, description="Tokens that a query sees, itself included; null: all.")
     blocks: int = Field(default=1, ge=1, description="Tokens of its blocks, in smallest blocks.")
     pages_per_block: int = Field(default=1, ge=1)
+    recurrent: bool = Field(default=False, description="Layers that keep a state: a block is one request's.")
 
 
 def measured_groups(layout: KVLayout) -> tuple[MeasuredGroup, ...]:
@@ -25,7 +26,11 @@ def measured_groups(layout: KVLayout) -> tuple[MeasuredGroup, ...]:
         return ()
     return tuple(
         MeasuredGroup(
-            layers=len(group.layers), window=group.window, blocks=group.block_tokens // layout.block_size, pages_per_block=group.pages_per_block
+            layers=len(group.layers),
+            window=group.window,
+            blocks=group.block_tokens // layout.block_size,
+            pages_per_block=group.pages_per_block,
+            recurrent=group.recurrent,
         )
         for group in layout.groups
     )
@@ -37,17 +42,17 @@ def layout_of(groups: Sequence[MeasuredGroup], block_size: int, max_len: int | N
     made, first = [], 0
     for group in groups or (MeasuredGroup(layers=1),):
         layers = tuple(range(first, first + group.layers))
-        made.append(CacheGroup(layers, group.blocks * block_size, group.window, group.pages_per_block))
+        made.append(CacheGroup(layers, group.blocks * block_size, group.window, group.pages_per_block, group.recurrent))
         first += group.layers
     return KVLayout(tuple(made), 1, "none")
 
 
 def windows_of(layout: KVLayout) -> Windows:
     """Return the windows of a layout's layers, for `StepShape.of`; none if all have full attention."""
-    return [(group.window, len(group.layers)) for group in layout.groups] if layout.has_windows else ()
+    return [(group.window, len(group.layers)) for group in layout.groups if not group.recurrent] if layout.has_windows else ()
 
 
-def pool_tokens(layout: KVLayout, num_pages: int) -> int:
-    """Return how many tokens the pool holds if requests release nothing."""
-    whole = layout.hit_tokens
-    return num_pages // layout.pages(whole) * whole
+def pool_tokens(layout: KVLayout, num_pages: int, requests: int = 1) -> int:
+    """Return how many tokens of so many requests the pool holds if they release nothing."""
+    whole, left = layout.hit_tokens, num_pages - requests * layout.state_pages
+    return max(0, left // (layout.pages(whole) - layout.state_pages) * whole)

@@ -103,7 +103,7 @@ class Design:
         """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the engine is too small. Raises `ConfigError` if
         nothing fits."""
         capacity, config = engine.capacity, engine.config
-        pool = int(0.6 * pool_tokens(capacity.layout, capacity.num_pages))
+        pool = int(0.6 * pool_tokens(capacity.layout, capacity.num_pages, min(config.max_num_seqs, ROWS[-1])))
         most_rows = min(config.max_num_seqs, 4 if quick else 256)
         rows = sorted({rows for rows in ROWS if rows < most_rows} | {most_rows})
         steps, repeats, rounds = (2 * TOGETHER, 1, 1) if quick else (4 * TOGETHER, REPEATS, ROUNDS)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dovetail.errors import ConfigError, ModelLoadError
 from dovetail.json_files import read_json_object
-from dovetail.kv_layout import CachedLayer, PlannedLayout, plan_layout
+from dovetail.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
 from dovetail_lab.step_time import share_touched
 
 NAMES: Mapping[str, tuple[str, ...]] = {  # names of the same number by model family
@@ -32,7 +32,6 @@ REFUSED: Mapping[str, str] = {  # key, if set -> its meaning
     "kv_lora_rank": "latent attention",
     "ssm_cfg": "state-space layers",
     "mamba_num_heads": "state-space layers",
-    "linear_num_key_heads": "linear attention",
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "K and V shared between layers",
     "global_head_dim": "layers with different head sizes",
@@ -41,17 +40,53 @@ REFUSED: Mapping[str, str] = {  # key, if set -> its meaning
     "n_shared_experts": "shared experts counted in multiples of another",
     "vision_config": "an image encoder",
 }
-TEXT_ONLY = ("gemma3", "mistral3")  # model types with an image encoder that the engine leaves out: `text_config` is the model
+TEXT_ONLY = (
+    "gemma3",
+    "mistral3",
+    "qwen3_5",
+    "qwen3_5_moe",
+)  # model types with an image encoder that the engine leaves out: `text_config` is the model
 PATTERNS: Mapping[str, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}  # model type -> of how many layers the last has no window
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # of keys that published files leave out, by model type
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262_208, "sliding_window": 4096},
 }
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # model types with layers of Gated DeltaNet, and gated attention in the others
 TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose head is their embedding, unless the file says otherwise
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentSizes:
+    """Sizes of the layers that keep a state instead of K and V, by Gated DeltaNet (arXiv:2412.06464)."""
+
+    layers: tuple[int, ...]  # their indices
+    k_heads: int
+    v_heads: int
+    k_size: int  # of a head
+    v_size: int
+    kernel: int  # inputs that the short convolution sees
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the short convolution: queries, keys and values."""
+        return 2 * self.k_heads * self.k_size + self.v_heads * self.v_size
+
+    @property
+    def numbers(self) -> int:
+        """Number of accumulated values of one layer's state."""
+        return self.v_heads * self.v_size * self.k_size
+
+    def weights(self, hidden: int) -> int:
+        """Return the number of weights of one layer: queries, keys, values and gates, two numbers a head, and the output."""
+        return hidden * (self.channels + 2 * self.v_heads * self.v_size + 2 * self.v_heads)
+
+    def state_bytes(self, input_bytes: float = 2.0, state_bytes: float = 4.0) -> float:
+        """Return the bytes of one layer's state: accumulated values and past inputs of the convolution."""
+        return state_bytes * self.numbers + input_bytes * self.channels * (self.kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a decoder-only transformer whose layers are identical but for their windows."""
+    """Sizes of a decoder-only transformer whose layers are identical but for their windows, or for keeping a state instead of K and V."""
 
     layers: int
     hidden: int
@@ -64,7 +99,9 @@ class ModelSizes:
     experts: int = 0  # per layer; 0: no mixture of experts
     experts_per_token: int = 0
     expert_mlp: int = 0  # inner size of an expert
-    windows: tuple[int | None, ...] = ()  # by layer: tokens that a query sees, itself included; None: all. Empty: all layers have full attention
+    windows: tuple[int | None, ...] = ()  # by attention layer: tokens that a query sees, itself included; None: all. Empty: all see everything
+    recurrent: RecurrentSizes | None = None  # layers that keep a state
+    gated: bool = False  # attention's output is multiplied by a gate as wide as the queries
     tied: bool = False  # the head's weights are the embedding's
 
     @classmethod
@@ -91,7 +128,10 @@ class ModelSizes:
 
         hidden, heads = number("hidden"), number("heads")
         experts, layers = number("experts", 0), number("layers")
-        windows = _windows(origin, config, layers)
+        recurrent = None
+        if model_type in RECURRENT:
+            recurrent, config = _recurrent(origin, config, layers)
+        windows = _windows(origin, config, layers - len(recurrent.layers) if recurrent else layers)
         return cls(
             layers=layers,
             hidden=hidden,
@@ -106,17 +146,26 @@ class ModelSizes:
             expert_mlp=number("expert_mlp", number("mlp", 4 * hidden)) if experts else 0,
             windows=windows if any(windows) else (),
             tied=bool(config.get("tie_word_embeddings", model_type in TIED)),
+            recurrent=recurrent,
+            gated=recurrent is not None,
         )
 
     @property
+    def attention_layers(self) -> int:
+        return self.layers - (len(self.recurrent.layers) if self.recurrent else 0)
+
+    @property
     def attention_weights(self) -> int:
-        """Number of weights of one layer's attention: queries, keys, values and output."""
-        return self.hidden * self.head_size * 2 * (self.heads + self.kv_heads)
+        """Number of weights of one layer's attention: queries, keys, values, gates and output."""
+        return self.hidden * self.head_size * (2 * (self.heads + self.kv_heads) + (self.heads if self.gated else 0))
 
     @property
     def dense_weights(self) -> int:
         """Number of weights in all layers that every token uses, including the experts' router."""
-        return self.layers * (self.attention_weights + self.mlp_matrices * self.hidden * self.mlp + self.hidden * self.experts)
+        mixers = self.attention_layers * self.attention_weights
+        if self.recurrent:
+            mixers += len(self.recurrent.layers) * self.recurrent.weights(self.hidden)
+        return mixers + self.layers * (self.mlp_matrices * self.hidden * self.mlp + self.hidden * self.experts)
 
     @property
     def expert_weights(self) -> int:
@@ -135,7 +184,17 @@ class ModelSizes:
     @property
     def kv_numbers(self) -> int:
         """Number of K and V values of a token, in all layers together."""
-        return 2 * self.layers * self.kv_heads * self.head_size
+        return 2 * self.attention_layers * self.kv_heads * self.head_size
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a request's state, in all layers together."""
+        return len(self.recurrent.layers) * self.recurrent.state_bytes() if self.recurrent else 0.0
+
+    @property
+    def state_numbers(self) -> int:
+        """Number of accumulated values of a request's state, in all layers together."""
+        return len(self.recurrent.layers) * self.recurrent.numbers if self.recurrent else 0
 
     def cache_layout(self, block_size: int, kv_bytes: float = 2.0, max_len: int | None = None) -> PlannedLayout:
         """Return the layout of the engine's pool for these layers, on all devices together. `block_size`: tokens of the smallest block. `kv_bytes`:
@@ -145,13 +204,45 @@ class ModelSizes:
             size = ceil(kv_bytes * self.kv_heads * self.head_size * tokens)
             return size, size
 
-        windows = self.windows or (None,) * self.layers
+        windows = self.windows or (None,) * self.attention_layers
         ending = [None if window is None or (max_len is not None and window >= max_len) else window for window in windows]
-        return plan_layout([CachedLayer(index, window, tensor_bytes) for index, window in enumerate(ending)], block_size, "none")
+        states, kept = list[CachedState](), self.recurrent
+        if kept:
+            tensors = (kept.channels, 2 * (kept.kernel - 1)), (kept.v_heads * kept.v_size, 4 * kept.k_size)
+            states = [CachedState(index, tensors) for index in kept.layers]
+        attention = sorted(set(range(self.layers)) - {state.index for state in states})
+        layers = [CachedLayer(index, window, tensor_bytes) for index, window in zip(attention, ending, strict=True)]
+        return plan_layout(layers, block_size, "none", states=states)
 
     def experts_touched(self, tokens: int) -> float:
         """Return the expected number of a layer's E experts that a batch uses if each token chooses k uniformly: E (1 - (1 - k/E)^tokens)."""
         return self.experts * share_touched(self.experts_per_token / self.experts, tokens) if self.experts else 0.0
+
+
+def _recurrent(origin: str, config: Mapping[str, Any], layers: int) -> tuple[RecurrentSizes, dict[str, Any]]:
+    """Return the sizes of the recurrent layers, and the config of the other layers alone. Raises `ConfigError` that names a key."""
+
+    def number(key: str, default: int) -> int:
+        value = default if config.get(key) is None else config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{origin}: expected {key} as a positive integer, got {value!r}")
+        return value
+
+    every, kinds = number("full_attention_interval", 4), config.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if (index + 1) % every == 0 else "linear_attention" for index in range(layers)]
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+        raise ConfigError(f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}")
+    indices = tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention")
+    sizes = RecurrentSizes(
+        layers=indices,
+        k_heads=number("linear_num_key_heads", 16),
+        v_heads=number("linear_num_value_heads", 32),
+        k_size=number("linear_key_head_dim", 128),
+        v_size=number("linear_value_head_dim", 128),
+        kernel=number("linear_conv_kernel_dim", 4),
+    )
+    return sizes, {**config, "layer_types": [kind for kind in kinds if kind != "linear_attention"]}
 
 
 def _windows(origin: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:

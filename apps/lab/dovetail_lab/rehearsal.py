@@ -95,7 +95,7 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
     capacity, config = engine.capacity, engine.config
     rows = max(1, min(ROWS, config.max_num_seqs // 2))
     windows = windows_of(capacity.layout)
-    room = min(capacity.max_model_len, pool_tokens(capacity.layout, capacity.num_pages) // (ROOM * rows))
+    room = min(capacity.max_model_len, pool_tokens(capacity.layout, capacity.num_pages, ROOM * rows) // (ROOM * rows))
     prompt = max(2, min(PROMPT_TOKENS, room * 2 // 3, config.max_num_batched_tokens))
     output = max(2, min(OUTPUT_TOKENS, room // 4))
     least_prompt, least_output = (max(1, int(share * most)) for share, most in zip(LEAST, (prompt, output), strict=True))

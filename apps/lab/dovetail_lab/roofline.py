@@ -3,7 +3,7 @@
 In a roofline (Williams, Waterman and Patterson, Roofline, CACM 52(4), 2009), an operation takes as long as the slower of reading its bytes and
 computing its operations. A step is a sequence of such operations, plus a constant time per layer, in which kernels start and end:
 
-    layers x layer_s + matrices + experts + head + attention + activations + sums between devices
+    layers x layer_s + matrices + experts + head + attention + states + activations + sums between devices
 
 `bench/lab/roofline_error.py` compares it with measurements; `docs/lab/roofline.md` has the errors.
 """
@@ -27,7 +27,7 @@ ACTIVATIONS = 2  # number of times that a layer's activations are written and re
 
 class RooflineStepTime(Described):
     """Step-time model of a 16-bit transformer, dense or mixture of experts, on one device or several with tensor parallelism. Of a model with sliding
-    windows, shapes must count what its layers see (`StepShape.of` with `windows`)."""
+    windows, shapes must count what its layers see (`StepShape.of` with `windows`). States of recurrent layers are float32."""
 
     kind: Literal["roofline"] = "roofline"
     model: str | dict[str, Any] = Field(description="A config.json, its folder, or its content.")
@@ -67,7 +67,7 @@ class RooflineStepTime(Described):
         if sizes.experts:
             chosen = sizes.experts_per_token * tokens
             seconds += self._products(sizes.expert_weights * sizes.experts_touched(tokens), sizes.expert_weights * chosen)
-        seconds += self._attention(shape) + self._activations(tokens) + self._sums(tokens)
+        seconds += self._attention(shape) + self._states(shape) + self._activations(tokens) + self._sums(tokens)
         return max(seconds, sizes.layers * self.launched_layer_s)
 
     def num_pages(self, layout: KVLayout, memory_share: float) -> int:
@@ -94,9 +94,16 @@ class RooflineStepTime(Described):
     def _attention(self, shape: StepShape) -> float:
         """Return the seconds to read K and V once, and to compute a score and a weighted sum for each pair of a prefill."""
         sizes = self.sizes
-        pairs = 4.0 * sizes.layers * sizes.heads * sizes.head_size * shape.prefill_pairs
+        pairs = 4.0 * sizes.attention_layers * sizes.heads * sizes.head_size * shape.prefill_pairs
         reading = self.kv_bytes * sizes.kv_numbers * shape.context_tokens / self._bytes_per_s
         return _either(reading, pairs / (self._flops * self.attention_share))
+
+    def _states(self, shape: StepShape) -> float:
+        """Return the seconds to read and write the state of each row once, and to multiply it with each token: it decays, is corrected by the token's
+        key and value, and is read by its query, 8 operations per number."""
+        sizes = self.sizes
+        moving = 2.0 * sizes.state_bytes * shape.rows / self._bytes_per_s
+        return _either(moving, 8.0 * sizes.state_numbers * shape.prefill_tokens / (self._flops * self.attention_share))
 
     def _activations(self, tokens: int) -> float:
         sizes = self.sizes

@@ -135,7 +135,7 @@ def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> d
         "prefix_reuse": core.kv.capabilities.reuse,
         "block_size": capacity.layout.block_size,
         "num_blocks": capacity.num_pages,
-        **({"cache_groups": [group.name for group in capacity.layout.groups]} if capacity.layout.has_windows else {}),
+        **({"cache_groups": [group.name for group in capacity.layout.groups]} if len(capacity.layout.groups) > 1 else {}),
         "max_model_len": capacity.max_model_len,
     }
 

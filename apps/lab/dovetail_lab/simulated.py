@@ -142,7 +142,7 @@ class SimulatedExecutor(Executor):
             layout=layout,
             vocab_size=self.options.vocab_size,
             max_model_len=config.max_model_len or pool_tokens(layout, num_pages),
-            details={"step times": self.profile.name} | ({} if planned is None or not self._windows else {"kv_groups": planned.describe()}),
+            details={"step times": self.profile.name} | ({} if planned is None or len(layout.groups) == 1 else {"kv_groups": planned.describe()}),
         )
 
     @property

@@ -23,12 +23,12 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "scheduler": "0.4",
-    "kv_cache": "0.3",
+    "kv_cache": "0.4",
     "attention": "0.4",
-    "model": "0.2",
+    "model": "0.3",
     "sampler": "0.2",
     "grammar": "0.1",
-    "executor": "0.4",
+    "executor": "0.5",
     "observer": "0.1",
 }
 

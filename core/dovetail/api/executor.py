@@ -85,6 +85,7 @@ class ExecutorConfig:
     kv_cache_dtype: str = "auto"  # "auto" (the activations' dtype) or a name: "float8_e4m3fn"
     kv_cache_scales: str = "auto"  # "auto" (the checkpoint's, otherwise 1) | "calibrate"
     quantization: str | None = None  # None: the checkpoint's; otherwise a `QuantizationRef.method`
+    state_dtype: str = "float32"  # of recurrent states
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +139,26 @@ class NewRow:
     token_ids: Int32  # [known tokens] prompt and generated tokens
     prompt_len: int
     computed: int  # leading tokens whose K and V are in its blocks already
-    pages: tuple[Int32, ...]  # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and never read
+    # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and never read. Of a recurrent group, one block
+    pages: tuple[Int32, ...]
     sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class RowCheckpoint:
+    """Copy of the live state of `row` after its first `tokens` tokens, which this step computes, to `pages` [pages_per_block]."""
+
+    row: int
+    tokens: int
+    pages: Int32
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, carried out in this order: release the rows in `removed`, start those in `added`, append `new_pages` to the block tables, run
-    `copies`, then compute the next `num_tokens` tokens of each of `rows`. A row with `yields_token` then yields one token, which becomes its next
-    known token. Executors only read a batch; its arrays don't change until its results are collected, and may be reused afterwards."""
+    `copies`, then compute the next `num_tokens` tokens of each of `rows`, and on the way write `checkpoints`. A row with `yields_token` then yields
+    one token, which becomes its next known token. The state of a row without computed tokens is zero, whatever its pages hold. Executors only read a
+    batch; its arrays don't change until its results are collected, and may be reused afterwards."""
 
     step: int
     removed: Int32  # [any] rows
@@ -157,6 +169,7 @@ class Batch:
     num_tokens: Int32  # [b] >= 1
     yields_token: NDArray[np.bool_]  # [b]
     shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group, whose attention is full
+    checkpoints: tuple[RowCheckpoint, ...] = ()  # at most one per row of `rows`
     late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
 
 

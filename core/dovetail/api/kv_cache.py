@@ -4,10 +4,15 @@ The engine's step calls it; it never touches the K and V tensors. Layers that ke
 attention are one, all layers with the same sliding window another. A request has one block table for each group. The blocks of all groups come from
 one pool of equal pages; a block of a group is `pages_per_block` of them, neighbours or not. This module doesn't need torch.
 
+Recurrent layers keep a state instead of K and V. They form one more group, the last. A request has exactly one block of it, its *live state*, which
+each step replaces by the state after the step's tokens. A *checkpoint* is a copy of it after some earlier tokens: a block that nobody holds, found
+like a cached prefix. A hit copies a checkpoint to the live state of the request.
+
       token positions         0 ... 15 | 16 ... 31 | 32 ... 47 | 48 ... 56        (blocks of 16 tokens, 57 tokens)
       full                  [    7     ,     3     ,    12     ,    5     ]        allocate() only ever appends to it
       window of 20, two     [  -   -   ,   -   -   ,   9   1   ,  14  20  ]        blocks that no query will see again are released: "-"
         pages a block
+      recurrent             [ 31 8 22 40 ]                                        one block, however many tokens
 """
 
 from __future__ import annotations
@@ -24,24 +29,28 @@ from dovetail.request import Request
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that keep K and V of the same tokens.
+    """Layers that keep K and V of the same tokens, or layers that keep a state.
 
-    `window`: tokens that a query sees, itself included; None: all of them. `block_tokens`: tokens of a block; groups may differ in it.
+    `window`: tokens that a query sees, itself included; None: all of them. `block_tokens`: tokens of a block; groups may differ in it. `recurrent`: a
+    block is a state; checkpoints exist after multiples of `block_tokens` tokens.
     """
 
     layers: tuple[int, ...]
     block_tokens: int
     window: int | None = None
     pages_per_block: int = 1
+    recurrent: bool = False
 
     @property
     def name(self) -> str:
-        """Short name, unique in a layout: "full", or "window 1024"."""
+        """Short name, unique in a layout: "full", "window 1024", or "states"."""
+        if self.recurrent:
+            return "states"
         return "full" if self.window is None else f"window {self.window}"
 
     def blocks(self, num_tokens: int) -> int:
         """Return the number of blocks in a table of `num_tokens` tokens."""
-        return -(-num_tokens // self.block_tokens)
+        return min(num_tokens, 1) if self.recurrent else -(-num_tokens // self.block_tokens)
 
     def first_visible_block(self, computed: int) -> int:
         """Return the index of the first block that queries after the first `computed` tokens see; earlier ones can be released."""
@@ -50,7 +59,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the page pool. Groups are ordered by window, the full one first if there is one."""
+    """Shape of the page pool. Groups are ordered by window, the full one first if there is one; the recurrent one, if there is one, is last."""
 
     groups: tuple[CacheGroup, ...]
     page_bytes: int  # of a page, in the caches of all layers that use it
@@ -67,6 +76,16 @@ class KVLayout:
         return math.lcm(*(group.block_tokens for group in self.groups))
 
     @property
+    def recurrent(self) -> bool:
+        """True if the last group is recurrent."""
+        return bool(self.groups) and self.groups[-1].recurrent
+
+    @property
+    def state_pages(self) -> int:
+        """Number of pages of one state; 0 without recurrent layers."""
+        return self.groups[-1].pages_per_block if self.recurrent else 0
+
+    @property
     def has_windows(self) -> bool:
         """True if blocks of some group leave a sliding window, so that `trim` can release them."""
         return any(group.window is not None for group in self.groups)
@@ -78,7 +97,8 @@ class KVLayout:
 
     def capacity(self, num_tokens: int) -> int:
         """Return how many tokens fit into the blocks that `allocate(request, num_tokens)` has provided."""
-        return min((group.blocks(num_tokens) * group.block_tokens for group in self.groups), default=num_tokens)
+        paged = [group.blocks(num_tokens) * group.block_tokens for group in self.groups if not group.recurrent]
+        return min(paged, default=num_tokens)
 
     def pages(self, num_tokens: int) -> int:
         """Return the number of pages of a request with `num_tokens` tokens that has released nothing."""
@@ -114,12 +134,13 @@ class KVContext:
 class KVCapabilities:
     """Features that a manager supports. `reuse`: `lookup` may find tokens that another request computed. `fork`: samples share a prompt's blocks.
     `trim`: it releases blocks that have left the sliding window. `groups`: it serves layouts of several groups, or of blocks of several pages;
-    otherwise such a model is refused at load."""
+    otherwise such a model is refused at load. `states`: it serves layouts with a recurrent group; otherwise those are refused, too."""
 
     reuse: bool = True
     fork: bool = True
     trim: bool = True
     groups: bool = False
+    states: bool = False
 
 
 Pages = tuple[int, ...]  # page ids, block after block: `pages_per_block` of each
@@ -146,12 +167,21 @@ class PageCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Copy of the live state of `request` after its first `tokens` tokens, which the next batch computes, to `pages`."""
+
+    request: Request
+    tokens: int
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
 class PageCounts:
     """Number of pages in each state; they always add up: free + held + cached = all."""
 
     free: int  # in no table, without K and V that a lookup may find
-    held: int  # in some request's block table
-    cached: int  # in no table, with K and V that a lookup may find: taken when free ones run out
+    held: int  # in some request's block table, or of a checkpoint that the next batch writes
+    cached: int  # in no table, with K and V or a checkpoint that a lookup may find: taken when free ones run out
     held_by_group: tuple[int, ...] = ()  # `held` by group; empty: not told apart
 
 
@@ -172,7 +202,8 @@ class KVCacheManager(ABC):
     @abstractmethod
     def lookup(self, request: Request) -> int:
         """Return the number of leading tokens of `request` whose K and V the pool holds, as far as later tokens will see them: a multiple of every
-        group's block, such that a full group has all blocks before it and a group with a window those that hold any of the last `window` - 1 tokens.
+        group's block, such that a full group has all blocks before it, a group with a window those that hold any of the last `window` - 1 tokens, and
+        a recurrent group a checkpoint after exactly these tokens.
         Fewer than the request's known tokens (at least one is computed), and 0 if it asks for prompt logprobs. Blocks are shared only between equal
         `request.cache_keys`. Changes nothing."""
 
@@ -185,7 +216,8 @@ class KVCacheManager(ABC):
     @abstractmethod
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         """Extend the request's tables to exactly as many blocks as `num_tokens` tokens in total need; `num_tokens` never shrinks. The first call for
-        a request also acquires the prefix that `lookup` finds. Returns None, with nothing changed, if there are too few pages."""
+        a request also acquires the prefix that `lookup` finds; a checkpoint isn't acquired but copied to the live state (see `take_copies`). Returns
+        None, with nothing changed, if there are too few pages."""
 
     @abstractmethod
     def tables(self, request: Request) -> tuple[Pages, ...]:
@@ -199,22 +231,33 @@ class KVCacheManager(ABC):
 
         The core calls it for prompt tokens when it grants them, so that a request planned in the same step can share them; for generated tokens when
         their ids arrive; and when a request ends. The same tokens may be committed again.
+
+        Here a manager may also decide on a checkpoint, of the state after some of the tokens that this call commits first: see `take_checkpoints`.
+        Useful are those before the end of the tokens known at the first `allocate`, and where the prompt parts from others in the cache. Only calls
+        for tokens known at the first `allocate` may write one, since the step that computes later tokens has been submitted by then.
         """
 
     @abstractmethod
     def uncommit(self, request: Request, upto: int) -> None:
         """Undo the commit of the tokens beyond the first `upto`: the grant was revoked before the step was submitted, or the request failed, so they
-        won't be written. Blocks that other requests computed stay."""
+        won't be written. Blocks that other requests computed stay. Checkpoints of this request after more than `upto` tokens are dropped."""
 
     @abstractmethod
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         """Give `child`, which holds no blocks, the K and V of the first `num_tokens` tokens of `parent`, which holds them as far as later tokens see
         them: full blocks are shared, a partial one is copied (see `take_copies`). Returns the child's tables, with `cached` = num_tokens; None, with
-        nothing changed, if there are no pages for the copies."""
+        nothing changed, if there are no pages for the copies. Not called for layouts with a recurrent group: a live state is past `num_tokens`
+        already, so samples of a prompt start from its checkpoint, as any hit does."""
 
     @abstractmethod
     def take_copies(self) -> Sequence[PageCopy]:
-        """Return the copies that forks requested since the last call, in order; the next batch runs them first."""
+        """Return the copies that forks and hits on checkpoints requested since the last call, in order; the next batch runs them first."""
+
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        """Return the checkpoints that commits requested since the last call, of which `uncommit`, `free` and `reset` have dropped none: at most one
+        per request. The next batch writes them, and is submitted now, so `lookup` finds them from now on. Their pages count as held until this
+        call, and as cached afterwards. Called after `take_copies`, once for each batch."""
+        return ()
 
     @abstractmethod
     def free(self, request: Request) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from pydantic import BaseModel
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.state import StateLayer, StateSpec
+from dovetail.errors import DovetailError
 
 if TYPE_CHECKING:
     import torch
@@ -64,9 +66,14 @@ class ModelContext:
     """Constants passed to an architecture's constructor; empty for now."""
 
 
+def no_states(spec: StateSpec) -> StateLayer:
+    """Raise `DovetailError`: the `make_state` of those who keep no states."""
+    raise DovetailError(f"state layer {spec.index} was made where there are none: state_specs() must name it")
+
+
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Settings and attention backend for `build`."""
+    """Settings, attention backend and states for `build`."""
 
     parallel: ParallelGroup
     dtype: torch.dtype
@@ -75,6 +82,7 @@ class BuildContext:
     max_len: int | None = None  # tokens of the longest sequence that will run; None: the model's maximum
     weights_later: bool = False  # weights of linear layers of `dovetail.nn` are allocated after `build`, in the checkpoint's format
     environment: str = ""  # names what else changes the numbers: device, attention backend, dtype of the KV cache, quantization, graphs
+    make_state: Callable[[StateSpec], StateLayer] = no_states
 
 
 class CausalLM(Protocol):
@@ -85,7 +93,8 @@ class CausalLM(Protocol):
 
         `wanted` [n] int64, n at least 1: distinct indices of the tokens to return states of; the result is then [n, hidden_size], in this order.
         None: all. A simple model computes all states and ends with `return hidden if wanted is None else hidden[wanted]`. Dropping the other tokens
-        after the last attention saves nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in every layer.
+        after the last attention saves nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in every layer. Each
+        recurrent layer replaces the states of all rows of `StateLayer.batch`, and writes its checkpoints.
 
         Inputs are only read; the result belongs to the caller. Positions may be any below the model's length, in any order of sequences."""
 
@@ -158,6 +167,10 @@ class ModelArch(ABC):
     @abstractmethod
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         """Return the attention layers that `build` will create, with this rank's shapes."""
+
+    def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
+        """Return the states of the recurrent layers that `build` will create, with this rank's shapes; by default there are none."""
+        return []
 
     @abstractmethod
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
-from dovetail.api.executor import Batch, NewRow
-from dovetail.api.kv_cache import KVCacheManager, KVLayout, Pages
+from dovetail.api.executor import Batch, NewRow, RowCheckpoint
+from dovetail.api.kv_cache import Checkpoint, KVCacheManager, KVLayout, Pages
 from dovetail.engine.books import RowAllocator
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
@@ -22,8 +24,9 @@ class BatchBuilder:
     def __init__(self, kv: KVCacheManager, rows: RowAllocator, layout: KVLayout, may_share: bool) -> None:
         """`may_share`: the executor can use the number of leading blocks that all requests of a step share."""
         self._kv, self._rows = kv, rows
-        self._may_share = may_share and bool(layout.groups) and layout.groups[0].window is None
+        self._may_share = may_share and bool(layout.groups) and layout.groups[0].window is None and not layout.groups[0].recurrent
         self._pages_per_block = layout.groups[0].pages_per_block if layout.groups else 1
+        self._has_states = layout.recurrent
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
 
     def build(self, step: PlannedStep, *, constrained: bool) -> tuple[Batch, InFlightStep]:
@@ -42,6 +45,7 @@ class BatchBuilder:
             added=tuple(_new_row(r, step.granted[r], self._kv.tables(r)) for r in newcomers),
             new_pages=np.array(appended, np.int32) if appended else NO_PAGES,
             copies=tuple(self._kv.take_copies()),
+            checkpoints=tuple(_row_checkpoint(checkpoint) for checkpoint in self._kv.take_checkpoints()) if self._has_states else (),
             rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
             yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
@@ -88,6 +92,11 @@ def _common_pages(tables: list[Pages]) -> int:
         if not common:
             break
     return len(common)
+
+
+def _row_checkpoint(checkpoint: Checkpoint) -> RowCheckpoint:
+    request = cast("LiveRequest", checkpoint.request)  # managers are only given those
+    return RowCheckpoint(request.row, checkpoint.tokens, np.array(checkpoint.pages, np.int32))
 
 
 def _new_row(request: LiveRequest, granted: int, tables: tuple[Pages, ...]) -> NewRow:

@@ -22,6 +22,7 @@ class Books:
         self.num_pages = num_pages
         self.block_size = layout.block_size  # tokens of the smallest block
         self._has_windows = layout.has_windows
+        self.forks = kv.capabilities.fork and not layout.recurrent  # a live state is past the prompt; its checkpoint is found instead
         self.policy_name = policy_name
         self.waiting = RequestQueue()
         self.running = RequestQueue()
@@ -131,7 +132,7 @@ class Books:
             self.running.remove(request)
         request.status = Status.FINISHED
         self.known.discard(request)
-        if sound and siblings and self.kv.capabilities.fork and is_awaited(request):
+        if sound and siblings and self.forks and is_awaited(request):
             self.rows.release(request)
             self.lingering.append(request)
         else:

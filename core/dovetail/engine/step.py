@@ -292,7 +292,7 @@ class PlannedStep:
         return request.in_flight > 0 and request.row < 0
 
     def _fork_source(self, request: LiveRequest) -> LiveRequest | None:
-        if not request.siblings or not self._kv.capabilities.fork:
+        if not request.siblings or not self._books.forks:
             return None
         return fork_source(request, self.admitted)
 

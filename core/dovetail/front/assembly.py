@@ -300,6 +300,11 @@ def check_groups(layout: KVLayout, kv: KVCacheManager, name: str) -> None:
             f"KV-cache manager {name} serves models of one cache group, and this one has {len(layout.groups)} (windows: {windows}); use `prefix`, "
             "or ask its author for the capability `groups`"
         )
+    if layout.recurrent and not kv.capabilities.states:
+        raise UnsupportedError(
+            f"KV-cache manager {name} can't keep the states of recurrent layers, which this model has; use `prefix`, or ask its author for the "
+            "capability `states`"
+        )
 
 
 def _started(parts: Parts, capacity: Capacity, clock: Clock) -> EngineStarted:

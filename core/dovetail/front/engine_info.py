@@ -90,9 +90,9 @@ def ranks_in_words(capacity: Capacity) -> str:
 
 
 def groups_in_words(capacity: Capacity) -> str:
-    """Return what a start-up message says of a model with several cache groups, a whole line; empty for one."""
-    groups = capacity.details.get("kv_groups")
-    return f"KV cache: {groups}\n" if groups else ""
+    """Return what a start-up message says of a model with several cache groups, whole lines; empty for one."""
+    groups, states = (capacity.details.get(key) for key in ("kv_groups", "states"))
+    return "".join((f"KV cache: {groups}\n" if groups else "", f"states: {states}\n" if states else ""))
 
 
 def parallel_config(capacity: Capacity) -> ParallelConfig:

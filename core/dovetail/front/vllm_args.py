@@ -257,6 +257,7 @@ _ROWS = (
     _same_key("block_size", {None: None}, 16, "`None` is `auto`"),
     _same_key("kv_cache_dtype", {None: None}, "fp8", "`fp8` is e4m3", ("fp8_e5m2",), "K and V are kept in e4m3: fp8"),
     _renamed("calculate_kv_scales", "kv_cache_scales", {True: "calibrate", False: None}, "kv_cache_scales is auto or calibrate", "yes"),
+    _renamed("mamba_ssm_cache_dtype", "state_dtype", {"auto": None, "float32": "float32"}, "state_dtype is float32 or bfloat16", "float16"),
     # The prefix cache
     _renamed("enable_prefix_caching", "kv_cache.reuse", {None: None, True: True, False: False}, "kv_cache.reuse is true or false", "lru"),
     _renamed("prefix_caching_hash_algo", "kv_cache.hash", {"sha256": "sha256", "xxhash": "xxh3"}, "kv_cache.hash is xxh3 or sha256", "builtin"),

@@ -2,8 +2,8 @@
 
 Sampling parameters of new rows are pickled together: they have many types, and a row starts only once.
 
-    step (two words), shared blocks, 1 if late, then the number of each
-    removed | new_pages (group, row, page, …) | copies (src, dst, …) | rows | num_tokens | yields_token
+    step (two words), shared blocks, 1 if late, then the number of each, and of the pages of a checkpoint
+    removed | new_pages (group, row, page, …) | copies (src, dst, …) | checkpoints (row, tokens, pages …) | rows | num_tokens | yields_token
     for each of `added`: row, prompt_len, computed; number of tokens, of bytes of its id, and of groups
     for each of these the pages in each group | all tokens | all pages | all ids | sampling, pickled
 """
@@ -17,20 +17,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Masks, NewRow
+from dovetail.api.executor import Batch, Masks, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import PageCopy
 
 Words = NDArray[np.int32]
 
-_HEAD, _NEW = 10, 6  # words
+_HEAD, _NEW = 12, 6  # words
 
 
 def to_words(batch: Batch) -> list[Words]:
     """Return the arrays of the message, in order."""
-    lens = (len(batch.removed), len(batch.new_pages), len(batch.copies), len(batch.rows), len(batch.added))
+    saved = batch.checkpoints
+    lens = (
+        len(batch.removed),
+        len(batch.new_pages),
+        len(batch.copies),
+        len(saved),
+        len(saved[0].pages) if saved else 0,
+        len(batch.rows),
+        len(batch.added),
+    )
     body = [batch.removed, batch.new_pages.reshape(-1)]
     if batch.copies:
         body.append(np.array([(copy.src, copy.dst) for copy in batch.copies], np.int32).reshape(-1))
+    for checkpoint in saved:
+        body += [np.array([checkpoint.row, checkpoint.tokens], np.int32), checkpoint.pages]
     body += [batch.rows, batch.num_tokens, batch.yields_token.astype(np.int32)]
     sampling = b""
     if batch.added:
@@ -45,12 +56,13 @@ def to_words(batch: Batch) -> list[Words]:
 def from_words(words: Words) -> Batch:
     """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, late, removed, new_pages, copies, rows, added, sampling = words[2:_HEAD].tolist()
+    shared, late, removed, new_pages, copies, saved, pages, rows, added, sampling = words[2:_HEAD].tolist()
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
         "new_pages": reader.take(3 * new_pages).reshape(-1, 3),
         "copies": tuple(PageCopy(src, dst) for src, dst in reader.take(2 * copies).reshape(-1, 2).tolist()),
+        "checkpoints": tuple(_checkpoint(reader, pages) for _ in range(saved)),
         "rows": reader.take(rows),
         "num_tokens": reader.take(rows),
         "yields_token": reader.take(rows).astype(np.bool_),
@@ -82,6 +94,11 @@ class _Reader:
 
     def take_bytes(self, count: int) -> bytes:
         return self.take(-(-count // 4)).tobytes()[:count]
+
+
+def _checkpoint(reader: _Reader, pages: int) -> RowCheckpoint:
+    row, tokens = reader.take(2).tolist()
+    return RowCheckpoint(row, tokens, reader.take(pages))
 
 
 def _added_words(added: Sequence[NewRow]) -> list[Words]:

@@ -159,6 +159,8 @@ class DecodeSteps(Builder):
 
     def inputs(self, size: int) -> DecodeInputs:
         inputs = DecodeInputs(size, self.parts.rows)
+        if self.parts.rows.states is not None:
+            self.parts.rows.states.steps.plan(inputs.states)
         self.parts.backend.plan(inputs.fill(NO_ROWS, int(self._shares)))
         return inputs
 
@@ -250,11 +252,14 @@ class Graphs:
     def of(cls, parts: StepParts, splitter: LayerSplitter, max_tokens: int, parameters: int) -> Graphs:
         """Return graphs of all kinds that the parts support, for steps of up to `max_tokens` tokens. `parameters`: number of parameters that the
         model uses per token. The backend must support CUDA graphs."""
-        mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
+        mixed: list[Builder] = []
+        if parts.rows.states is None:  # the kernels of states have grids that depend on the rows of a step
+            mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
         return cls([*mixed, *decode_builders(parts, min(parts.rows.max_rows, max_tokens))], parts)
 
     def __str__(self) -> str:
-        return "decode, mixed" if any(builder.kind is Kind.DECODE for builder in self._builders) else "mixed"
+        kinds = {builder.kind for builder in self._builders}
+        return ", ".join(name for kind, name in ((Kind.DECODE, "decode"), (Kind.MIXED, "mixed")) if kind in kinds) or "none"
 
     def compile_ahead(self, prepare: Callable[[], None], progress: Progress | None = None) -> None:
         """Compile what recording will launch, many kernels in parallel. `prepare` prepares the backend, for a pool of any size."""

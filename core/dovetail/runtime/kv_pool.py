@@ -11,23 +11,25 @@ from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache,
 from dovetail.api.executor import ExecutorConfig
 from dovetail.api.kv_cache import KVLayout, PageCopy
 from dovetail.errors import ConfigError, DovetailError
-from dovetail.kv_layout import CachedLayer, PlannedLayout, plan_layout
+from dovetail.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
 from dovetail.runtime.memory import available_ram_bytes, readable_bytes
+from dovetail.runtime.states import States
 from dovetail.runtime.transfer import all_to_device
 
 SHARE_OF_RAM = 4  # without `kv_cache_memory`, a CPU pool takes at most one part in so many of the free RAM …
 SHARE_FOR_ONE = 2  # … and one in so many if a single sequence needs that
 SHARE_OF_LENGTH = 4  # … and no more than every row needs at one part in so many of max_model_len
+COPIED_AT_ONCE = 1 << 28  # bytes of pages that a round of copies holds in between: a state has some 100 MB, and many requests may start from one
 WORD = 8  # bytes that a copy moves at once, if they divide a page
 
 
-def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], dtype: str) -> PlannedLayout:
-    """Place the caches of layers `specs` in pages. `dtype`: of the cache, a name ("bfloat16")."""
+def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], dtype: str, states: Sequence[CachedState] = ()) -> PlannedLayout:
+    """Place the caches of layers `specs` and the `states` in pages. `dtype`: of the cache, a name ("bfloat16")."""
 
     def cached(spec: LayerSpec) -> CachedLayer:
         return CachedLayer(spec.index, spec.window, lambda tokens: backend.tensor_bytes(spec, tokens), spec.shares)
 
-    return plan_layout([cached(spec) for spec in specs], backend.context.block_size, dtype, backend.capabilities.supports_block_size)
+    return plan_layout([cached(spec) for spec in specs], backend.context.block_size, dtype, backend.capabilities.supports_block_size, states)
 
 
 def pool_pages(
@@ -74,7 +76,8 @@ def pool_pages(
 
 
 def _cpu_pages(config: ExecutorConfig, layout: KVLayout, max_model_len: int, one: int, free: int) -> int:
-    wanted = config.max_num_seqs * layout.most_pages(-(-max_model_len // SHARE_OF_LENGTH), config.max_num_batched_tokens)
+    for_row = layout.most_pages(-(-max_model_len // SHARE_OF_LENGTH), config.max_num_batched_tokens) + layout.state_pages  # and a checkpoint
+    wanted = config.max_num_seqs * for_row
     within = free // SHARE_OF_RAM // layout.page_bytes
     within_for_one = free // SHARE_FOR_ONE // layout.page_bytes
     return max(min(wanted, within), min(one, within_for_one))
@@ -92,8 +95,9 @@ def _longest(layout: KVLayout, pages: int, chunk: int, most: int) -> int:
 class KVPool:
     """Memory of the caches of all layers: for each slot of a page one tensor, to which a layer of each group is bound."""
 
-    def __init__(self, planned: PlannedLayout, device: torch.device) -> None:
-        self.planned, self.device = planned, device
+    def __init__(self, planned: PlannedLayout, device: torch.device, states: States | None = None) -> None:
+        """`states`: of the recurrent layers, if there are any."""
+        self.planned, self.device, self.states = planned, device, states
         self.layers: dict[int, AttentionLayer] = {}  # of the backend, by index
         self._memory: list[torch.Tensor] = []  # by size of a slot: [slots of this size, num_pages + 1, bytes] uint8
 
@@ -117,10 +121,14 @@ class KVPool:
                 raise DovetailError(f"the model has made attention layer {index}, which isn't among its layer_specs")
             group = self.planned.layout.groups[place.group]
             layer.bind(LayerCache(tuple(slots[slot] for slot in place.slots), group.block_tokens, place.group, place.page))
+        if self.states is not None:
+            (memory,) = self._memory  # slots are equal
+            self.states.bind(memory)
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Enqueue `copies`, as if one after the other."""
-        for sources, targets in _rounds(copies):
+        at_once = max(1, COPIED_AT_ONCE // self.planned.layout.page_bytes)
+        for sources, targets in _rounds(copies, at_once):
             src, dst = all_to_device([np.array(sources, np.int64), np.array(targets, np.int64)], self.device)
             for memory in self._memory:
                 words = memory.view(torch.int64) if memory.shape[-1] % WORD == 0 else memory
@@ -140,12 +148,13 @@ class KVPool:
         return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
 
-def _rounds(copies: Sequence[PageCopy]) -> list[tuple[list[int], list[int]]]:
-    """Group sequential copies into rounds that can run in parallel: no page of a round is written twice, or read after being written."""
+def _rounds(copies: Sequence[PageCopy], most: int) -> list[tuple[list[int], list[int]]]:
+    """Group sequential copies into rounds of at most `most` that can run in parallel: no page of a round is written twice, or read after being
+    written."""
     rounds: list[tuple[list[int], list[int]]] = []
     written: set[int] = set()
     for copy in copies:
-        if not rounds or copy.src in written or copy.dst in written:
+        if not rounds or copy.src in written or copy.dst in written or len(written) == most:
             rounds.append(([], []))
             written = set()
         rounds[-1][0].append(copy.src)

@@ -12,7 +12,8 @@ import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
-from dovetail.api.model import BuildContext, LoadsItself, ModelArch, ParallelGroup
+from dovetail.api.model import BuildContext, LoadsItself, ModelArch, ParallelGroup, no_states
+from dovetail.api.state import StateLayer, StateSpec
 from dovetail.errors import ConfigError, UnsupportedError
 from dovetail.nn.format.base import Quantization
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
@@ -33,6 +34,8 @@ class ModelPlan:
     max_model_len: int  # tokens
     specs: list[LayerSpec]  # of this rank's share of the attention layers
     cache_dtype: str | None  # of K and V; None: `dtype`
+    states: list[StateSpec]  # of this rank's share of the recurrent layers
+    state_dtype: torch.dtype  # of what they accumulate
 
     @classmethod
     def of(
@@ -58,7 +61,8 @@ class ModelPlan:
         if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
             raise ConfigError("kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out")
         cache_dtype = None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
-        plan = cls(arch, hf_config, quantization, dtype, max_model_len, specs, cache_dtype)
+        states, state_dtype = arch.state_specs(hf_config, group), getattr(torch, config.state_dtype)
+        plan = cls(arch, hf_config, quantization, dtype, max_model_len, specs, cache_dtype, states, state_dtype)
         if group.rank == 0:
             log.info("model: %s", plan)
         return plan
@@ -77,9 +81,10 @@ class ModelPlan:
         return "none" if self.quantization is None else str(self.quantization)
 
     def __str__(self) -> str:
+        states = f"{len(self.states)} recurrent layers, states in {_name(self.state_dtype)}, " if self.states else ""
         return (
             f"{type(self.arch).__name__} in {self.dtype_name}, quantization {self.quantization_name}, {len(self.specs)} attention layers, K and V in "
-            f"{self.cache_dtype or self.dtype_name}, up to {self.max_model_len} tokens"
+            f"{self.cache_dtype or self.dtype_name}, {states}up to {self.max_model_len} tokens"
         )
 
 
@@ -100,6 +105,7 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     environment: str = "",
+    make_state: Callable[[StateSpec], StateLayer] = no_states,
 ) -> torch.nn.Module:
     """Build the model that `plan` describes, a `dovetail.api.model.CausalLM`, and load its weights from `config.model` (random ones for
     `load_format: dummy`). `environment`: see `BuildContext`; the quantization is added.
@@ -112,7 +118,7 @@ def load_model(
     def make_layer(spec: LayerSpec) -> AttentionLayer:
         return make_attention(_within(plan.max_model_len, spec))
 
-    context = BuildContext(parallel, plan.dtype, device, make_layer, max_len=plan.max_model_len, weights_later=later, environment=built_for)
+    context = BuildContext(parallel, plan.dtype, device, make_layer, plan.max_model_len, later, built_for, make_state)
     module: torch.nn.Module = plan.arch.build(plan.config, context)
     if plan.quantization is not None:
         place_weights(module, plan.quantization, device)

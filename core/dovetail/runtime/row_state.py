@@ -24,6 +24,7 @@ from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import ALIGNMENT, KernelUnavailable
+from dovetail.runtime.states import States
 from dovetail.runtime.transfer import all_to_device
 
 Int64 = NDArray[np.int64]
@@ -34,18 +35,20 @@ MOST_UNSENT = 64  # maximum number of steps with unsent blocks
 
 
 class RowState:
-    """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`. Device tensors have fixed addresses."""
+    """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`. Device tensors have fixed addresses. `states`: if the layout has a
+    recurrent group, which has no tables here."""
 
-    def __init__(self, max_rows: int, max_len: int, layout: KVLayout, device: torch.device) -> None:
-        self.max_rows, self.max_len, self.layout, self.device = max_rows, max_len, layout, device
+    def __init__(self, max_rows: int, max_len: int, layout: KVLayout, device: torch.device, states: States | None = None) -> None:
+        self.max_rows, self.max_len, self.layout, self.device, self.states = max_rows, max_len, layout, device, states
         self.block_size = layout.block_size
         self.max_blocks = -(-max_len // self.block_size)
-        ends = list(accumulate(group.pages_per_block for group in layout.groups))
-        self._tables_of = [slice(end - group.pages_per_block, end) for end, group in zip(ends, layout.groups, strict=True)]  # by group
+        self._paged = [group for group in layout.groups if not group.recurrent]
+        ends = list(accumulate(group.pages_per_block for group in self._paged))
+        self._tables_of = [slice(end - group.pages_per_block, end) for end, group in zip(ends, self._paged, strict=True)]  # by group
         self.num_tables = ends[-1] if ends else 0
-        self.block_tokens = np.array([group.block_tokens for group in layout.groups for _ in range(group.pages_per_block)], np.int64)  # by table
+        self.block_tokens = np.array([group.block_tokens for group in self._paged for _ in range(group.pages_per_block)], np.int64)  # by table
         self.waste_page = 0  # where padding tokens are written; see `pool_allocated`
-        self.slots_on_device = len(layout.groups) > 1  # of other steps than decodes
+        self.slots_on_device = len(self._paged) > 1  # of other steps than decodes
         self._block_tokens = torch.from_numpy(self.block_tokens).to(device)
         self.row_width = max_len + 1  # so that a row at its end may sample once more, into an unused place
         # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates it.
@@ -63,7 +66,7 @@ class RowState:
         self._unsent: list[Int64] = []  # flat indices into it that haven't been sent to the device
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens with K and V computed or enqueued
-        self.num_pages = np.zeros((len(layout.groups), max_rows), np.int64)  # in the tables of each group
+        self.num_pages = np.zeros((len(self._paged), max_rows), np.int64)  # in the tables of each group
         self.logprobs = np.full(max_rows, -1, np.int64)  # requested alternatives per sampled token; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # likewise per prompt token
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
@@ -124,7 +127,7 @@ class RowState:
     def slots(self, rows: Int64, positions: Int64) -> Int64:
         """Return the slots in the paged cache of the K and V of these tokens [n] of these rows [n]: page * block size + offset. [tables, n]."""
         slots = np.empty((self.num_tables, len(rows)), np.int64)
-        for tables, group in zip(self._tables_of, self.layout.groups, strict=True):
+        for tables, group in zip(self._tables_of, self._paged, strict=True):
             blocks, offsets = np.divmod(positions, group.block_tokens)
             for table in range(tables.start, tables.stop):
                 slots[table] = self.host_tables[table, rows, blocks]
@@ -163,7 +166,7 @@ class RowState:
     def _capacity(self, rows: NDArray[np.int32]) -> Int64:
         """Return how many tokens the blocks of these rows hold."""
         capacity: Int64 | None = None
-        for group, pages in zip(self.layout.groups, self.num_pages, strict=True):
+        for group, pages in zip(self._paged, self.num_pages, strict=True):
             own = pages[rows] // group.pages_per_block * group.block_tokens
             capacity = own if capacity is None else np.minimum(capacity, own)
         return np.full(len(rows), self.max_len) if capacity is None else capacity
@@ -174,7 +177,9 @@ class RowState:
                 raise DovetailError(f"request {new.request_id!r} was given row {new.row}; there are {self.max_rows}")
             if len(new.pages) != len(self.layout.groups):
                 raise DovetailError(f"request {new.request_id!r} has {len(new.pages)} block tables; the layout has {len(self.layout.groups)} groups")
-            for pages, group in zip(new.pages, self.layout.groups, strict=True):
+            if self.states is not None and len(new.pages[-1]) != self.layout.state_pages:
+                raise DovetailError(f"request {new.request_id!r} has a state of {len(new.pages[-1])} pages, not {self.layout.state_pages}")
+            for pages, group in zip(new.pages, self._paged, strict=False):
                 if len(new.token_ids) > self.max_len or len(pages) > self.max_blocks * group.pages_per_block:
                     raise DovetailError(
                         f"request {new.request_id!r} has {len(new.token_ids)} tokens in {len(pages)} pages of a group; a row holds {self.max_len} "
@@ -196,6 +201,8 @@ class RowState:
             self.num_pages[group, rows] = counts
             nth = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
             self._put_pages(tables, rows.repeat(counts), nth, np.maximum(np.concatenate(pages), 0))  # what isn't held is never read
+        if self.states is not None:
+            self.states.put(rows.tolist(), [new.pages[-1] for new in added])
         return [
             (rows, self.known[rows].astype(np.int32)),
             (self._prompt_lens_at + rows, np.array([new.prompt_len for new in added], np.int32)),

@@ -28,6 +28,7 @@ from dovetail.runtime.mask_buffer import MaskBuffer, lines_of
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
 from dovetail.runtime.sampler_rows import update_rows
+from dovetail.runtime.states import States
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
 
@@ -244,11 +245,25 @@ class Runner:
             all_states = graph.inputs.all_states
         else:
             inputs = host.to_device(self.rows)
+            if self.rows.states is not None:
+                self._plan_states(self.rows.states, batch, inputs)
             self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks))
             all_states = all_states or len(last_indices) == host.num_tokens
             hidden = self._launch_model(inputs, None if all_states else last_indices)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
         return hidden, last_indices if all_states else np.arange(len(last_indices))
+
+    def _plan_states(self, states: States, batch: Batch, inputs: DeviceInputs) -> None:
+        """Plan a step for recurrent layers."""
+        checkpoint_at = np.zeros(len(batch.rows), np.int32)
+        if batch.checkpoints:
+            index = {row: index for index, row in enumerate(batch.rows.tolist())}
+            at = [index[checkpoint.row] for checkpoint in batch.checkpoints]
+            checkpoint_at[at] = [checkpoint.tokens - self.rows.computed[checkpoint.row] for checkpoint in batch.checkpoints]
+            if ((checkpoint_at[at] < 1) | (checkpoint_at[at] > batch.num_tokens[at])).any():
+                raise DovetailError(f"step {batch.step} can't write a checkpoint of tokens that it doesn't compute")
+            states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
+        states.steps.plan(states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at))
 
     def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None) -> torch.Tensor:
         """Return hidden states [tokens, hidden]; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1."""
@@ -260,7 +275,8 @@ class Runner:
 
     def _is_plain_decode(self, batch: Batch) -> bool:
         """Return True if every row computes one token and samples, so that a graph can replay the step if it supports the rows' sampling."""
-        return bool((batch.num_tokens == 1).all() and batch.yields_token.all() and not self._asks_prompt_logprobs(batch).any())
+        one_each = bool((batch.num_tokens == 1).all()) and not batch.checkpoints
+        return one_each and bool(batch.yields_token.all()) and not self._asks_prompt_logprobs(batch).any()
 
     def _replay(self, graphs: Graphs, graph: Graph, batch: Batch, pending: PendingStep) -> None:
         """Replay with the longest rows first: kernels that compute a row in one program start with these, and short ones fill the gaps at the end."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBatch
 from dovetail.api.executor import Batch
+from dovetail.api.state import StateBatch
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.transfer import Mirror, all_to_device, upload
 
@@ -198,6 +199,12 @@ class DecodeInputs:
             host_kv_lens=kv_lens.astype(np.int32),
             shared_prefix_blocks=shared_prefix_blocks,
         )
+
+    @property
+    def states(self) -> StateBatch:
+        """The step for recurrent layers, including its padding."""
+        lens = np.ones(self.size, np.int32)
+        return StateBatch(self.size, self.size, self.rows, self._query_starts, self._kv_lens, lens, decodes=True)
 
 
 class SamplingInputs:

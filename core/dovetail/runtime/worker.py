@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend
 from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVLayout
-from dovetail.api.model import ParallelGroup, VerifiesItself
+from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
 from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.nn.moe import Experts
@@ -29,6 +29,7 @@ from dovetail.runtime.profiling import peak_bytes
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
+from dovetail.runtime.states import States, cached_state
 from dovetail.runtime.trial import TrialRun
 
 
@@ -58,8 +59,11 @@ class Worker:
         config = self.context.config
         plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
         chosen = choose_attention(self.context.attention, plan.specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
-        pool = KVPool(kv_layout(chosen.backend, plan.specs, plan.cache_dtype or plan.dtype_name), device)
-        layout = pool.planned.layout
+        sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
+        planned = kv_layout(chosen.backend, plan.specs, plan.cache_dtype or plan.dtype_name, sizes)
+        states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device) if sizes else None
+        pool = KVPool(planned, device, states)
+        layout = planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
             self._pool_pages(layout, plan.max_model_len, num_pages, device)
         splitter = LayerSplitter()
@@ -70,7 +74,8 @@ class Worker:
         make_layer, told = splitter.wrap(scaled), self.context.progress
         graphs = "graphs" if config.cuda_graphs else "no graphs"
         environment = f"{describe_device(device)}, {chosen.name}, K and V in {layout.dtype}, {graphs}"
-        model = load_model(plan, config, make_layer, self.group, device, told, environment)
+        make_state = no_states if states is None else states.make_layer
+        model = load_model(plan, config, make_layer, self.group, device, told, environment, make_state)
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
         self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
@@ -96,7 +101,8 @@ class Worker:
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
                 "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
                 "kv_pool": readable_bytes(pages * layout.page_bytes),
-                **({"kv_groups": pool.planned.describe()} if len(layout.groups) > 1 else {}),
+                **({"kv_groups": planned.describe()} if len(layout.groups) > 1 else {}),
+                **({"states": _states_in_words(layout, pages)} if layout.recurrent else {}),
             },
         )
 
@@ -177,7 +183,7 @@ class Worker:
     def _make_runner(self, plan: ModelPlan, model: torch.nn.Module, backend: AttentionBackend, pool: KVPool, device: torch.device) -> Runner:
         if self.context.sampler is None:
             raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
-        rows = RowState(self.context.config.max_num_seqs, plan.max_model_len, pool.planned.layout, device)
+        rows = RowState(self.context.config.max_num_seqs, plan.max_model_len, pool.planned.layout, device, pool.states)
         sampler = self.context.sampler.make(SamplerContext(str(device), plan.vocab_size, rows.history))
         sampler.prepare(rows.max_rows)
         return Runner(model, backend, pool, sampler, rows, self.context.clock, plan.vocab_size)
@@ -204,6 +210,10 @@ class Worker:
         """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one page."""
         self._make_pool(1)
         return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
+
+
+def _states_in_words(layout: KVLayout, pages: int) -> str:
+    return f"{readable_bytes(layout.state_pages * layout.page_bytes)} a request, at most {pages // layout.pages(1)} requests at a time"
 
 
 def _num_parameters(model: torch.nn.Module) -> int:

@@ -6,6 +6,7 @@ A request's next token is a function of all tokens before it, so that any bookke
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class FakeExecutorOptions(BaseModel):
     groups: tuple[tuple[int, int | None, int], ...] = Field(
         (), description="Cache groups (block_tokens, window, pages_per_block), instead of one with `block_size` and `window`."
     )
+    state_pages: int = Field(0, ge=0, description="Pages of the state of recurrent layers, in one more group; 0: there are none.")
     max_in_flight: int = Field(2, ge=1)
     vocab_size: int = Field(97, ge=2)
     max_model_len: int = Field(128, ge=2)
@@ -88,6 +90,9 @@ class FakeExecutor(Executor):
         self._memory: dict[tuple[int, int], tuple[int, int, int]] = {}
         groups = options.groups or ((options.block_size, options.window, 1),)
         layout = tuple(CacheGroup((index,), tokens, window, pages) for index, (tokens, window, pages) in enumerate(groups))
+        if options.state_pages:
+            every = math.lcm(*(group.block_tokens for group in layout))
+            layout = (*layout, CacheGroup((len(layout),), every, None, options.state_pages, recurrent=True))
         self._layout = KVLayout(layout, 1, "none")
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
@@ -119,6 +124,7 @@ class FakeExecutor(Executor):
         self._require(not prefix or self._layout.groups[0].window is None, "a prefix is shared only in a group without a window")
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
+        self._replace_states(batch)
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._read(row, count)
         yields_token = batch.yields_token.tolist()
@@ -179,7 +185,7 @@ class FakeExecutor(Executor):
         self._require(count >= 1 and row.computed + count <= len(row.tokens), "more tokens to compute than are known")
         values = prefix_ids(row.tokens)
         for position in range(row.computed, row.computed + count):
-            for index, group in enumerate(self._layout.groups):
+            for index, group in self._paged():
                 pages, offset = self._block(row, index, position)
                 self._require(len(pages) == group.pages_per_block, f"token {position} of {len(row.tokens)} has no block in group {index}")
                 for place, page in enumerate(pages):
@@ -189,7 +195,7 @@ class FakeExecutor(Executor):
 
     def _read(self, row: _Row, count: int) -> None:
         values = prefix_ids(row.tokens)
-        for index, group in enumerate(self._layout.groups):
+        for index, group in self._paged():
             first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)  # seen by the first of its tokens
             for position in range(first, row.computed):
                 pages, offset = self._block(row, index, position)
@@ -197,6 +203,35 @@ class FakeExecutor(Executor):
                 expected = [(index, place, values[position]) for place in range(group.pages_per_block)]
                 rule = f"position {position} of {len(row.tokens)} would read another sequence's K and V, or another group's"
                 self._require(found == expected, rule)
+
+    def _replace_states(self, batch: Batch) -> None:
+        """Advance the live state of each row of the batch, which has been written, and write its checkpoints."""
+        if not self._layout.recurrent:
+            self._require(not batch.checkpoints, "a checkpoint is written where there are no states")
+            return
+        index, saved = len(self._layout.groups) - 1, {checkpoint.row: checkpoint for checkpoint in batch.checkpoints}
+        self._require(len(saved) == len(batch.checkpoints) and saved.keys() <= set(batch.rows.tolist()), "one checkpoint a row of the batch")
+        for number, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
+            row = self._rows[number]
+            pages, values, before = row.tables[index], prefix_ids(row.tokens), row.computed - count
+            self._require(len(pages) == self._layout.state_pages, "a row has exactly one live state")
+            self._require(all(0 <= page < self.options.num_blocks for page in pages), "the live state is in pages of the pool")
+            if before:
+                expected = [(index, place, values[before - 1]) for place in range(len(pages))]
+                found = [self._memory.get((page, 0)) for page in pages]
+                self._require(found == expected, f"the state after {before} of {len(row.tokens)} tokens would be another one")
+            self._keep_state(pages, values[row.computed - 1])
+            if number in saved:
+                checkpoint = saved[number]
+                self._require(before < checkpoint.tokens <= row.computed, "a checkpoint is of tokens that its step computes")
+                self._keep_state(checkpoint.pages.tolist(), values[checkpoint.tokens - 1])
+
+    def _keep_state(self, pages: list[int], value: int) -> None:
+        for place, page in enumerate(pages):
+            self._memory[page, 0] = len(self._layout.groups) - 1, place, value
+
+    def _paged(self) -> list[tuple[int, CacheGroup]]:
+        return [(index, group) for index, group in enumerate(self._layout.groups) if not group.recurrent]
 
     def _block(self, row: _Row, index: int, position: int) -> tuple[list[int], int]:
         """Return the pages of the block of group `index` with this position, and the position's offset in it."""

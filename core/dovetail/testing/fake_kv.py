@@ -13,9 +13,9 @@ from dovetail.request import Request
 
 class FakeKVCache(KVCacheManager):
     """Manager whose `lookup` returns `hits[request.id]`, or 0, so that tests can simulate cached tokens. Declares `reuse` if `hits` aren't
-    empty. Blocks before a window are never released."""
+    empty, and then no `states`: there are no checkpoints. Blocks before a window are never released."""
 
-    capabilities = KVCapabilities(reuse=False, fork=False, trim=False, groups=True)
+    capabilities = KVCapabilities(reuse=False, fork=False, trim=False, groups=True, states=True)
 
     def __init__(self, options: BaseModel, context: KVContext, hits: dict[str, int] | None = None) -> None:
         super().__init__(options, context)

@@ -11,7 +11,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="kv_cache",
             name="prefix",
-            api="0.3",
+            api="0.4",
             target="dovetail_kv_cache.prefix:PrefixCache",
             options="dovetail_kv_cache.prefix:PrefixOptions",
             summary="Prefix caching by hash chains of tokens, with LRU eviction",

@@ -111,10 +111,24 @@ class BlockPool:
                 self._cached.remove(block)
                 self._cached.append(block)
 
+    def demote(self, digest: bytes) -> None:
+        """Let the block of `digest`, if it is cached, be evicted first."""
+        block = self.block_of.get(digest)
+        if block is not None and self.refs[block] == 0:
+            self._cached.remove(block)
+            self._cached.prepend(block)
+
     def publish(self, block: int, digest: bytes) -> None:
         """Map `digest` to `block`, unless it maps to another block."""
         if self.block_of.setdefault(digest, block) == block:
             self._hash_of[block] = digest
+
+    def replace(self, block: int, digest: bytes) -> None:
+        """Map `digest` to `block`, which is held, unless it maps to another block that is; a cached one becomes empty."""
+        other = self.block_of.get(digest)
+        if other is not None and other != block and self.refs[other] == 0:
+            self.unpublish(other, digest)
+        self.publish(block, digest)
 
     def unpublish(self, block: int, digest: bytes) -> None:
         """Remove the mapping of `digest` to `block`. No-op if there is none."""
@@ -244,6 +258,14 @@ class BlockQueue:
         newest = before[end]
         after[block], before[block] = end, newest
         after[newest] = before[end] = block
+        self.count += 1
+
+    def prepend(self, block: int) -> None:
+        """Insert `block`, which must not be in the queue, as the oldest."""
+        after, before, end = self._next, self._before, self._end
+        oldest = after[end]
+        after[block], before[block] = oldest, end
+        before[oldest] = after[end] = block
         self.count += 1
 
     def remove(self, block: int) -> None:

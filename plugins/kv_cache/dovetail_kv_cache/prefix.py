@@ -7,6 +7,9 @@ automatic prefix caching; reuse by longest prefix is that of RadixAttention (SGL
 
 If two requests compute the same block at the same time, only one of the two copies can be found; the other becomes empty when its holder
 releases it.
+
+Recurrent states: a request that prefills writes few checkpoints, at most one in a step: where its tokens part from those in the cache, so that the
+next request with this beginning starts there, and at the last block boundary of its known tokens, for the next turn of a conversation.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from operator import mul
 from typing import Literal, NamedTuple
@@ -27,12 +30,24 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from xxhash import xxh3_128_digest
 
-from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, KVCacheManager, KVCapabilities, KVContext, PageCopy, PageCounts, Pages
+from dovetail.api.kv_cache import (
+    HOLE,
+    Allocation,
+    CacheGroup,
+    Checkpoint,
+    KVCacheManager,
+    KVCapabilities,
+    KVContext,
+    PageCopy,
+    PageCounts,
+    Pages,
+)
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail_kv_cache.pool import BlockPool
+from dovetail_kv_cache.pool import NO_HASH, BlockPool
 
 TOKEN_BYTES = 8
+ENDLESS = 1 << 62  # tokens of a state, which is one block however many tokens
 
 HashName = Literal["xxh3", "sha256"]
 Digest = Callable[[bytes], bytes]
@@ -133,11 +148,18 @@ class _Group(NamedTuple):
         chosen = hashes[(start + 1) * step - 1 : end * step : step]
         return [digest + self.salt for digest in chosen] if self.salt else chosen
 
+    def key(self, hashes: list[bytes], tokens: int) -> bytes:
+        """Return the key of the block, or the checkpoint, that ends after `tokens` tokens."""
+        return hashes[tokens * self.hashes_per_block // self.spec.block_tokens - 1] + self.salt
+
 
 class _Table:
     """Blocks and progress of one request."""
 
-    __slots__ = ("blocks", "num_committed", "num_found", "num_tokens", "parted", "publishes", "released", "request", "room")
+    __slots__ = (
+        *("blocks", "num_committed", "num_found", "num_tokens", "publishes", "released", "request", "room"),
+        *("checkpoints", "num_doubles", "parted", "pending", "replaces", "targets"),
+    )
 
     def __init__(self, request: Request, blocks: list[list[int]], released: list[int], num_tokens: int, room: int, num_found: int) -> None:
         self.request = request
@@ -147,15 +169,28 @@ class _Table:
         self.room = room  # tokens that fit into its blocks
         self.num_committed = self.num_found = num_found  # hashes; other requests computed the blocks of the first `num_found`
         self.parted = 0  # tokens: see `_Hit`
+        self.num_doubles = num_found  # hashes up to which it has computed blocks that were cached, and these were replaced
         self.publishes = True  # False after a `reset` while it was running: its K and V are outdated
+        self.targets: tuple[int, ...] = ()  # numbers of tokens worth a checkpoint, the most useful first
+        self.pending: _Pending | None = None  # the checkpoint that the next batch writes
+        self.checkpoints: dict[int, int] = {}  # number of tokens -> block of the checkpoint that it wrote
+        self.replaces = False  # the checkpoint that it started from, by the one at the end of its own prompt
 
     def own(self, group: int) -> list[int]:
         """Return the blocks of `group` that the request holds."""
         return self.blocks[group][self.released[group] :] if self.released[group] else self.blocks[group]
 
 
+class _Pending(NamedTuple):
+    """A checkpoint that isn't written yet."""
+
+    table: _Table
+    tokens: int
+    block: int
+
+
 class _Hit(NamedTuple):
-    """Result of a search: blocks by group, those that later tokens see of the first `tokens`. Mustn't be modified."""
+    """Result of a search: blocks by group, those that later tokens see of the first `tokens`; of states, the checkpoint. Mustn't be modified."""
 
     tokens: int
     blocks: tuple[list[int], ...]
@@ -179,21 +214,23 @@ class PrefixCache(KVCacheManager):
     tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Hashes of a
     beginning shared with the previous request aren't recomputed."""
 
-    capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True)
+    capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True, states=True)
     options: PrefixOptions
 
     def __init__(self, options: PrefixOptions, context: KVContext) -> None:
         super().__init__(options, context)
         if not options.reuse:
-            self.capabilities = KVCapabilities(reuse=False, fork=True, trim=True, groups=True)
+            self.capabilities = replace(self.capabilities, reuse=False)
         specs = context.layout.groups
         self._hash_tokens = math.gcd(*(spec.block_tokens for spec in specs))  # tokens of a hash
         self._groups = [
             _Group(index, spec, spec.block_tokens // self._hash_tokens, b"%d" % index if index else b"") for index, spec in enumerate(specs)
         ]
-        self._sizes = [spec.block_tokens for spec in specs]
+        self._recurrent = context.layout.recurrent
+        self._paged = self._groups[:-1] if self._recurrent else self._groups  # those of K and V
+        self._sizes = [ENDLESS if spec.recurrent else spec.block_tokens for spec in specs]
         self._widths = [spec.pages_per_block for spec in specs]
-        self._is_plain = self._widths == [1]
+        self._is_plain = self._widths == [1] and not self._recurrent
         self._hit_tokens = context.layout.hit_tokens
         self._digest = make_digest(options.hash)
         self._pool = BlockPool(context.num_pages, self._widths)
@@ -204,6 +241,9 @@ class PrefixCache(KVCacheManager):
         self._no_hit = _Hit(0, tuple([] for _ in specs), 0)
         self._found = _Found([], 0, -1, self._no_hit)
         self._copies: list[PageCopy] = []
+        self._pending: dict[bytes, _Pending] = {}  # by the checkpoint's key
+        self._doubling: list[_Table] = []  # those that compute again what is cached, for lack of a checkpoint
+        self._ends = [NO_HASH] * (context.num_pages if self._recurrent else 0)  # by block, its key if a request ended there and none went on from it
 
     def lookup(self, request: Request) -> int:
         return self._hit(request).tokens
@@ -257,10 +297,12 @@ class PrefixCache(KVCacheManager):
         if full <= table.num_committed or not table.publishes or not self.options.reuse:
             return
         hashes = self._chain(request).extend(full)
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self._paged):
             start, end = max(table.num_committed // group.hashes_per_block, table.released[index]), full // group.hashes_per_block
             for block, key in zip(table.blocks[index][start:end], group.keys(hashes, start, end), strict=True):
                 self._pool.publish(block, key)
+        if table.targets:
+            self._request_checkpoint(table, hashes, full)
         table.num_committed = full
 
     def uncommit(self, request: Request, upto: int) -> None:
@@ -268,7 +310,9 @@ class PrefixCache(KVCacheManager):
         full = max(upto // self._hash_tokens, table.num_found)
         if full < table.num_committed and table.publishes and self.options.reuse:
             hashes = self._chain(request).hashes
-            for index, group in enumerate(self._groups):
+            if table.targets:
+                self._drop_checkpoints(table, hashes, upto)
+            for index, group in enumerate(self._paged):
                 start, end = full // group.hashes_per_block, table.num_committed // group.hashes_per_block
                 for block, key in zip(table.blocks[index][start:end], group.keys(hashes, start, end), strict=True):
                     self._pool.unpublish(block, key)
@@ -301,6 +345,21 @@ class PrefixCache(KVCacheManager):
         copies, self._copies = self._copies, []
         return copies
 
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        taken = list[Checkpoint]()
+        for key, (table, tokens, block) in self._pending.items():
+            self._pool.publish(block, key)
+            self._pool.release([block], len(self._paged))
+            table.pending, table.checkpoints[tokens] = None, block
+            if tokens == table.targets[-1]:
+                self._ends[block] = key
+                if table.replaces:
+                    self._pool.demote(self._groups[-1].key(self._chains[table.request.id].hashes, table.num_found * self._hash_tokens))
+            taken.append(Checkpoint(table.request, tokens, self._pool.pages(block)))
+        self._pending.clear()
+        self._doubling = [table for table in self._doubling if self._replace_doubles(table)]
+        return taken
+
     def free(self, request: Request) -> None:
         chain = self._chains.get(request.id)
         if chain is not None and chain.request is request:
@@ -308,6 +367,9 @@ class PrefixCache(KVCacheManager):
         table = self._tables.get(request.id)
         if table is not None and table.request is request:
             del self._tables[request.id]
+            if self._recurrent:
+                self._leave(table, chain.hashes if chain is not None else [])
+                return
             for group in reversed(range(len(table.blocks))):  # so that full attention's blocks, which many prefixes need, are evicted last
                 self._pool.release(reversed(table.own(group)), group)
             if chain is not None and table.parted and any(table.released):
@@ -323,9 +385,11 @@ class PrefixCache(KVCacheManager):
                 table.released[index] = unseen
 
     def reset(self) -> None:
-        self._pool.forget()
         for table in self._tables.values():
+            self._drop_pending(table)
+            table.checkpoints.clear()
             table.publishes = False  # what it computes from now on still depends on dropped K and V
+        self._pool.forget()
 
     @property
     def counts(self) -> PageCounts:
@@ -345,6 +409,10 @@ class PrefixCache(KVCacheManager):
                 if len(set(own)) != len(own):
                     raise DovetailError(f"KV cache: request {table.request.id!r} holds a block twice: {own}")
                 counter.update(own)
+        for key, pending in self._pending.items():
+            if pending.table.pending is not pending or key in self._pool.block_of:
+                raise DovetailError(f"KV cache: a checkpoint of request {pending.table.request.id!r} is pending, and written or forgotten, too")
+            holders[-1][pending.block] += 1
         self._pool.check(holders)
 
     def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
@@ -353,16 +421,133 @@ class PrefixCache(KVCacheManager):
         hit = self._hit(request)
         if self._first_cost(hit, num_tokens, {}) > self._pool.available:
             return None
-        for group, found in zip(self._groups, hit.blocks, strict=True):
+        for group, found in zip(self._paged, hit.blocks, strict=False):
             self._pool.hold(found, group.number)  # of all groups first, so that `take` doesn't evict them
+        live, is_first = self._take_state(request, hit) if self._recurrent else ([], False)  # before K and V: see there
         tokens, tables, unseen = max(num_tokens, hit.tokens), list[list[int]](), list[int]()
-        for group, found in zip(self._groups, hit.blocks, strict=True):
+        for group, found in zip(self._paged, hit.blocks, strict=False):
             whole = hit.tokens // group.spec.block_tokens
             unseen.append(whole - len(found))
             tables.append([HOLE] * unseen[-1] + found + self._pool.take(group.spec.blocks(tokens) - whole, group.number))
+        if live:
+            tables.append(live)
+            unseen.append(0)
         table = self._tables[request.id] = _Table(request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens)
         table.parted = hit.parted
+        if live and self.options.reuse:
+            table.targets = self._targets(request, hit)
+            table.replaces = is_first and bool(table.targets)
+            if hit.parted > hit.tokens:
+                self._doubling.append(table)
         return Allocation(tuple(map(self._pages, range(len(tables)), tables)), hit.tokens)
+
+    # States
+
+    def _take_state(self, request: Request, hit: _Hit) -> tuple[list[int], bool]:
+        """Take a live state, and have the checkpoint of a hit copied to it. Returns the state in a list, and True if this is the first use of a
+        checkpoint at the end of a prompt.
+
+        The checkpoint isn't held: its pages may get another owner even in this planning, who writes after the copy, since copies run in order and
+        before the batch. If `take` evicts it already here, then last, so that the live state is made of the same pages in the same order, and nothing
+        is copied. K and V, taken first, might evict it and leave some of its pages."""
+        pool, group = self._pool, len(self._paged)
+        if not hit.tokens:
+            return pool.take(1, group), False
+        checkpoint = hit.blocks[group][0]
+        key = self._groups[group].key(self._chain(request).hashes, hit.tokens)
+        pages, is_first = pool.pages(checkpoint), self._goes_on(checkpoint, key)
+        pool.refresh([key])
+        live = pool.take(1, group)
+        self._copies.extend(PageCopy(src, dst) for src, dst in zip(pages, pool.pages(live[0]), strict=True) if src != dst)
+        return live, is_first
+
+    def _targets(self, request: Request, hit: _Hit) -> tuple[int, ...]:
+        """Return where a request that starts from `hit` should write checkpoints, the most useful first: if one step computes all of its tokens,
+        only that is written. Where prompts part, further ones will start, too. If a request ended there, though, and none has gone on from it,
+        this is its next turn, and the one after that starts from the end of this prompt."""
+        last = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens
+        targets = {hit.parted: None, last: None}
+        if hit.parted > hit.tokens:
+            key = self._paged[0].key(self._chain(request).hashes, hit.parted)
+            if self._goes_on(self._pool.block_of.get(key), key):
+                targets = {last: None}
+        return tuple(tokens for tokens in targets if tokens > hit.tokens)
+
+    def _goes_on(self, block: int | None, key: bytes) -> bool:
+        """Return True if a request or its prompt has ended with `block`, which `key` finds, and this is the first that goes on from there."""
+        if block is None or self._ends[block] != key:
+            return False
+        self._ends[block] = NO_HASH
+        return True
+
+    def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
+        """Request a checkpoint at the first target within the hashes that are committed now, up to `full`, unless there is one. It may take what
+        is free or cached, except a block of each group for every request, which decodes are about to take: none is preempted for a checkpoint."""
+        pool, group = self._pool, len(self._paged)
+        if table.pending is not None:
+            return
+        for tokens in table.targets:
+            if table.num_committed < tokens // self._hash_tokens <= full:
+                key = self._groups[group].key(hashes, tokens)
+                if key not in pool.block_of and key not in self._pending:
+                    if self._widths[group] + len(self._tables) * sum(self._widths[:group]) <= pool.available:
+                        table.pending = self._pending[key] = _Pending(table, tokens, pool.take(1, group)[0])
+                    return
+
+    def _drop_checkpoints(self, table: _Table, hashes: list[bytes], upto: int) -> None:
+        """Drop the checkpoints of a request after more than `upto` tokens."""
+        if table.pending is not None and table.pending.tokens > upto:
+            self._drop_pending(table)
+        for tokens in [tokens for tokens in table.checkpoints if tokens > upto]:
+            self._pool.unpublish(table.checkpoints.pop(tokens), self._groups[-1].key(hashes, tokens))
+
+    def _drop_pending(self, table: _Table) -> None:
+        if table.pending is not None:
+            self._pending = {key: pending for key, pending in self._pending.items() if pending is not table.pending}
+            self._pool.release([table.pending.block], len(self._paged))
+            table.pending = None
+
+    def _replace_doubles(self, table: _Table) -> bool:
+        """Let the blocks that a request has computed again be found instead of the cached ones, which would be evicted earlier. Called once their
+        step is submitted, since it can't be undone. Returns True if there will be more of them."""
+        if self._tables.get(table.request.id) is not table or not table.publishes:
+            return False
+        hashes, most = self._chains[table.request.id].hashes, table.parted // self._hash_tokens
+        start, end = table.num_doubles, min(table.num_committed, most)
+        for index, group in enumerate(self._paged):
+            first, last = max(start // group.hashes_per_block, table.released[index]), end // group.hashes_per_block
+            for block, key in zip(table.blocks[index][first:last], group.keys(hashes, first, last), strict=True):
+                self._pool.replace(block, key)
+        table.num_doubles = end
+        return end < most
+
+    def _leave(self, table: _Table, hashes: list[bytes]) -> None:
+        """Release the blocks of a request such that its tokens are evicted from the last to the first, and a checkpoint between those after it and
+        those before it, since one is useless without the other."""
+        pool, states, found = self._pool, len(self._paged), table.num_found * self._hash_tokens
+        self._drop_pending(table)
+        self._doubling = [other for other in self._doubling if other is not table]
+        pool.release(table.blocks[states], states)
+        committed = table.num_committed if table.publishes and hashes else 0
+        kept = {*table.checkpoints}
+        if not table.replaces or table.targets[-1] not in kept:
+            kept.add(found)
+        ends = [len(blocks) for blocks in table.blocks]
+        for tokens in (*sorted(kept - {0}, reverse=True), 0):
+            for index, group in reversed([*enumerate(self._paged)]):
+                start = max(tokens // group.spec.block_tokens, table.released[index])
+                pool.release(reversed(table.blocks[index][start : ends[index]]), index)
+                ends[index] = start
+                if group.spec.window is not None and committed:  # what it sees before; released long ago
+                    keys = group.keys(hashes, group.spec.first_visible_block(tokens), tokens // group.spec.block_tokens)
+                    pool.refresh(reversed(keys))
+            if tokens and committed:
+                pool.refresh([self._groups[-1].key(hashes, tokens)])
+        end = committed * self._hash_tokens // self._hit_tokens * self._hit_tokens
+        if end and self._paged and self._paged[0].spec.window is None:
+            key = self._paged[0].key(hashes, end)
+            if (last := pool.block_of.get(key)) is not None:
+                self._ends[last] = key
 
     def _refresh(self, table: _Table, chain: HashChain) -> None:
         """Let the blocks that a window sees where prompts part be evicted after those of full attention. They were released long before, and
@@ -375,9 +560,11 @@ class PrefixCache(KVCacheManager):
     def _first_cost(self, hit: _Hit, num_tokens: int, leaving: Mapping[int, int]) -> int:
         """Return the number of available pages that a request without blocks would take, after freeing the `leaving` holders (block -> count)."""
         refs, blocks = self._pool.refs, []
-        for group, found in zip(self._groups, hit.blocks, strict=True):
+        for group, found in zip(self._paged, hit.blocks, strict=False):
             holders = [refs[block] - leaving.get(block, 0) for block in found] if leaving else [refs[block] for block in found]
             blocks.append(holders.count(0) + max(0, group.spec.blocks(num_tokens) - hit.tokens // group.spec.block_tokens))
+        if self._recurrent:
+            blocks.append(1)
         return self._pages_of(blocks)
 
     def _missing(self, table: _Table, num_tokens: int) -> list[int]:
@@ -389,8 +576,13 @@ class PrefixCache(KVCacheManager):
         return min([-(-num_tokens // size) * size for size in self._sizes])
 
     def _holders(self, tables: Iterable[_Table]) -> Mapping[int, int]:
-        """Return by block how many of `tables` hold it."""
-        return Counter(chain.from_iterable(table.own(group) for table in tables for group in range(len(table.blocks))))
+        """Return by block how many of `tables` hold it, with the checkpoints that `free` would drop."""
+        holders = Counter[int]()
+        for table in tables:
+            holders.update(chain.from_iterable(table.own(group) for group in range(len(table.blocks))))
+            if table.pending is not None:
+                holders[table.pending.block] += 1
+        return holders
 
     def _pages_of(self, blocks: Sequence[int]) -> int:
         """Return the number of pages of these numbers of blocks, by group."""
@@ -420,7 +612,7 @@ class PrefixCache(KVCacheManager):
         accepted = parted = 0  # number of groups in a row that accept `tokens`
         for group in cycle(self._groups):
             longest, blocks[group.number] = self._find(group, hashes, tokens)
-            if group.spec.window is None:
+            if group.spec.window is None and not group.spec.recurrent:
                 parted = max(parted, longest)
             accepted = accepted + 1 if longest == tokens else 1
             tokens = longest
@@ -432,6 +624,11 @@ class PrefixCache(KVCacheManager):
         """Return the longest hit of at most `tokens` tokens that `group` accepts, and the blocks of it that later tokens see."""
         index, spec = self._pool.block_of, group.spec
         found: list[int] = []
+        if spec.recurrent:
+            for end in range(tokens, 0, -self._hit_tokens):
+                if (block := index.get(group.key(hashes, end))) is not None:
+                    return end, [block]
+            return 0, found
         if spec.window is None:
             found = index.run(group.keys(hashes, 0, tokens // spec.block_tokens))
             tokens = len(found) * spec.block_tokens // self._hit_tokens * self._hit_tokens
@@ -463,6 +660,8 @@ class PrefixCache(KVCacheManager):
 
     def _check_fork(self, source: _Table, child: Request, num_tokens: int) -> None:
         parent = source.request
+        if self._recurrent:
+            raise self._misuse(parent, "fork, which layouts with states have no use for,", source)
         if child.id in self._tables:
             raise DovetailError(f"KV cache: fork into request {child.id!r}, which holds blocks already")
         if not 1 <= num_tokens <= source.room:

@@ -12,7 +12,7 @@ def _model(name: str, target: str, architecture: str, summary: str, module: str 
         kind="model",
         name=name,
         target=f"dovetail_models.{module or name}:{target}",
-        api="0.2",
+        api="0.3",
         summary=summary,
         requires=_NEEDS,
         architectures=(architecture,),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from dovetail.api.kv_cache import HOLE, Allocation, KVContext, PageCopy, PageCounts, Pages
+from dovetail.api.kv_cache import HOLE, Allocation, Checkpoint, KVContext, PageCopy, PageCounts, Pages
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
@@ -22,6 +23,65 @@ class HitsInTheWrongOrder(PrefixCache):
     def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
         hit = super()._search(hashes, tokens)
         return hit._replace(blocks=tuple(blocks[::-1] for blocks in hit.blocks))
+
+
+@mutant(caught_by="kv_cache.private")
+class FindsACheckpointWithoutItsPrefix(PrefixCache):
+    """K and V, which are evicted first, may be gone."""
+
+    def free(self, request: Request) -> None:
+        table, chain = self._tables.get(request.id), self._chains.get(request.id)
+        super().free(request)
+        if table is not None and chain is not None:
+            self._pool.refresh([self._groups[-1].key(chain.hashes, tokens) for tokens in table.checkpoints])
+
+    def _checkpoint(self, request: Request) -> tuple[int, list[int]]:
+        limit = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens
+        asks = self._recurrent and request.params.prompt_logprobs is None
+        return self._find(self._groups[-1], self._chain(request).extend(limit // self._hash_tokens), limit) if asks else (0, [])
+
+    def lookup(self, request: Request) -> int:
+        return max(super().lookup(request), self._checkpoint(request)[0])
+
+    def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        if request.id in self._tables or super().lookup(request) >= self._checkpoint(request)[0]:
+            return super().pages_needed(request, num_tokens, without)
+        return super().pages_needed(request, 1, without) + self.context.layout.pages(num_tokens) - self.context.layout.pages(1)
+
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        end, found = self._checkpoint(request)
+        if super().lookup(request) >= end:
+            return super()._allocate_first(request, num_tokens)
+        if self.context.layout.pages(num_tokens) > self._pool.available:
+            return None
+        pages = self._pool.pages(found[0])
+        tables = [self._pool.take(group.spec.blocks(num_tokens), group.number) for group in self._groups]
+        self._copies += map(PageCopy, pages, self._pool.pages(tables[-1][0]))
+        self._tables[request.id] = _Table(request, tables, [0] * len(tables), num_tokens, self._room(num_tokens), end // self._hash_tokens)
+        return Allocation(tuple(map(self._pages, range(len(tables)), tables)), end)
+
+
+@mutant(caught_by="kv_cache.hit")
+class FindsAPrefixWithoutACheckpoint(PrefixCache):
+    def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
+        hit = super()._search(hashes, tokens)
+        if not self._recurrent or len(self._paged) != 1 or hit.parted == hit.tokens:
+            return hit
+        return _Hit(hit.parted, (self._find(self._paged[0], hashes, hit.parted)[1], self._pool._empty[:1]), hit.parted)
+
+
+@mutant(caught_by="kv_cache.pages_needed")
+class TakesAStateForNothing(PrefixCache):
+    def _first_cost(self, hit: _Hit, num_tokens: int, leaving: Mapping[int, int]) -> int:
+        return super()._first_cost(hit, num_tokens, leaving) - (self._recurrent and hit.tokens > 0)
+
+
+@mutant(caught_by="kv_cache.pages_needed_without")
+class ForgetsTheCheckpointsOfThoseFreed(PrefixCache):
+    """Which aren't written then."""
+
+    def _holders(self, tables: Iterable[_Table]) -> Mapping[int, int]:
+        return Counter(chain.from_iterable(table.own(group) for table in tables for group in range(len(table.blocks))))
 
 
 @mutant(caught_by="kv_cache.counts")
@@ -581,7 +641,7 @@ class WantsWhatNoWindowSees(PrefixCache):
 class MixesTheHashesOfGroups(PrefixCache):
     def __init__(self, options: PrefixOptions, context: KVContext) -> None:
         super().__init__(options, context)
-        self._groups = [group._replace(salt=b"") for group in self._groups]
+        self._groups = self._paged = [group._replace(salt=b"") for group in self._groups]
 
 
 @mutant(caught_by="kv_cache.hit_length")
@@ -927,3 +987,215 @@ class RewritesParameters(PrefixCache):
     def free(self, request: Request) -> None:
         super().free(request)
         object.__setattr__(request.params, "top_k", 1)
+
+
+# States
+
+
+@mutant(caught_by="kv_cache.states")
+class CopiesACheckpointAgain(PrefixCache):
+    """Later, too, when its request has gone on."""
+
+    def take_copies(self) -> Sequence[PageCopy]:
+        copies = list(self._copies)
+        self._copies = [] if len(copies) % 2 else copies
+        return copies
+
+
+@mutant(caught_by="kv_cache.state_copies")
+class ForgetsTheCopyOfACheckpoint(PrefixCache):
+    def take_copies(self) -> Sequence[PageCopy]:
+        copies = super().take_copies()
+        return () if self._recurrent else copies
+
+
+@mutant(caught_by="kv_cache.state_copies")
+class CopiesTheFirstPageOfACheckpoint(PrefixCache):
+    def take_copies(self) -> Sequence[PageCopy]:
+        copies = super().take_copies()
+        return [copy for copy in copies if not self._recurrent or copy.dst in {table.blocks[-1][0] for table in self._tables.values()}]
+
+
+@mutant(caught_by="kv_cache.state_copies")
+class HoldsACheckpointThatIsCopied(PrefixCache):
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        hit = self._hit(request)
+        allocation = super()._allocate_first(request, num_tokens)
+        if allocation is not None and self._recurrent:
+            self._pool.hold([block for block in hit.blocks[-1] if block in self._pool._cached], len(self._paged))
+        return allocation
+
+
+@mutant(caught_by="kv_cache.state_copies")
+class EvictsACheckpointThatItCopies(PrefixCache):
+    """For K and V, so that the live state may have some of its pages, in another order."""
+
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        hit = self._hit(request)
+        if self._recurrent and hit.tokens and self._first_cost(hit, num_tokens, {}) <= self._pool.available:
+            self.pages = self._pool.pages(hit.blocks[-1][0])
+            for group in self._paged:
+                self._pool.hold(hit.blocks[group.number], group.number)
+            self._pool.demote(self._groups[-1].key(self._chain(request).hashes, hit.tokens))
+            self._pool.release(self._pool.take(max(0, self._pool.available - self._widths[-1]) // self._widths[0]))
+            for group in self._paged:
+                self._pool.release(hit.blocks[group.number], group.number)
+        return super()._allocate_first(request, num_tokens)
+
+    def _take_state(self, request: Request, hit: _Hit) -> tuple[list[int], bool]:
+        if not hit.tokens:
+            return super()._take_state(request, hit)
+        live = self._pool.take(1, len(self._paged))
+        self._copies += [PageCopy(src, dst) for src, dst in zip(self.pages, self._pool.pages(live[0]), strict=True) if src != dst]
+        return live, False
+
+
+@mutant(caught_by="kv_cache.checkpoints")
+class WritesTwoCheckpointsAStep(PrefixCache):
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        taken = super().take_checkpoints()
+        return [*taken, *taken[:1]]
+
+
+@mutant(caught_by="kv_cache.checkpoints")
+class TellsOfACheckpointAgain(PrefixCache):
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        self.told = list(super().take_checkpoints()) or getattr(self, "told", [])
+        return list(self.told)
+
+
+@mutant(caught_by="kv_cache.checkpoints")
+class WritesACheckpointWithinABlock(PrefixCache):
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        return [replace(checkpoint, tokens=checkpoint.tokens - 1) for checkpoint in super().take_checkpoints()]
+
+
+@mutant(caught_by="kv_cache.checkpoints")
+class WritesACheckpointOfWhatIsComputed(PrefixCache):
+    """When the step that computes it has been submitted."""
+
+    def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
+        table.num_committed, committed = max(0, table.num_committed - self._hit_tokens // self._hash_tokens), table.num_committed
+        super()._request_checkpoint(table, hashes, committed)
+        table.num_committed = committed
+
+
+@mutant(caught_by="kv_cache.checkpoints")
+class WritesCheckpointsOfGeneratedTokens(PrefixCache):
+    def commit(self, request: Request, upto: int) -> None:
+        table = self._table(request, "commit")
+        if table.targets and upto > table.targets[-1] + self._hit_tokens:
+            table.targets = (upto // self._hit_tokens * self._hit_tokens,)
+        super().commit(request, upto)
+
+
+@mutant(caught_by="kv_cache.checkpoints")
+class GivesOutThePagesOfACheckpoint(PrefixCache):
+    """Before it is written."""
+
+    def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
+        super()._request_checkpoint(table, hashes, full)
+        if table.pending is not None:
+            self._pool.release([table.pending.block], len(self._paged))
+
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        for pending in self._pending.values():
+            self._pool.refs[pending.block] += 1
+            self._pool._held[-1] += self._widths[-1]
+            for page in self._pool.pages(pending.block):
+                if page in self._pool._empty:
+                    self._pool._empty.remove(page)
+        return super().take_checkpoints()
+
+    def check_integrity(self) -> None: ...
+
+
+@mutant(caught_by="kv_cache.checkpoint_found")
+class FindsACheckpointBeforeItIsSubmitted(PrefixCache):
+    def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
+        super()._request_checkpoint(table, hashes, full)
+        if table.pending is not None:
+            self._pool.publish(table.pending.block, self._groups[-1].key(hashes, table.pending.tokens))
+
+
+@mutant(caught_by="kv_cache.checkpoint_found")
+class ForgetsACheckpointThatIsWritten(PrefixCache):
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        keys, taken = list(self._pending), super().take_checkpoints()
+        for key in keys:
+            self._pool.unpublish(self._pool.block_of.get(key) or 0, key)
+        return taken
+
+
+@mutant(caught_by="kv_cache.checkpoint_found")
+class HoldsWrittenCheckpoints(PrefixCache):
+    """As long as their requests."""
+
+    def take_checkpoints(self) -> Sequence[Checkpoint]:
+        taken = super().take_checkpoints()
+        for checkpoint in taken:
+            self._pool.hold(checkpoint.pages[:1], len(self._paged))
+        return taken
+
+    def free(self, request: Request) -> None:
+        for block in self._tables[request.id].checkpoints.values() if request.id in self._tables else ():
+            if self._pool.refs[block]:
+                self._pool.release([block], len(self._paged))
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.checkpoint_dropped")
+class UncommitsOnlyBlocks(PrefixCache):
+    """Not the checkpoint that the step would have written."""
+
+    def _drop_checkpoints(self, table: _Table, hashes: list[bytes], upto: int) -> None:
+        pending, table.pending = table.pending, None
+        super()._drop_checkpoints(table, hashes, upto)
+        table.pending = pending
+
+
+@mutant(caught_by="kv_cache.checkpoint_dropped")
+class KeepsCheckpointsOfAFailedRequest(PrefixCache):
+    def _drop_checkpoints(self, table: _Table, hashes: list[bytes], upto: int) -> None:
+        table.checkpoints.clear()
+        super()._drop_checkpoints(table, hashes, upto)
+
+
+@mutant(caught_by="kv_cache.checkpoint_dropped")
+class DropsACheckpointOnlyOfTokensBeforeTheLast(PrefixCache):
+    """Off by one."""
+
+    def _drop_checkpoints(self, table: _Table, hashes: list[bytes], upto: int) -> None:
+        super()._drop_checkpoints(table, hashes, upto + 1)
+
+
+@mutant(caught_by="kv_cache.checkpoint_dropped")
+class WritesTheCheckpointOfWhoIsGone(PrefixCache):
+    def free(self, request: Request) -> None:
+        table = self._tables.get(request.id)
+        if table is not None:
+            table.pending = None
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.checkpoint_dropped")
+class ResetForgetsWhatIsPending(PrefixCache):
+    def reset(self) -> None:
+        pending = [(table, table.pending) for table in self._tables.values()]
+        for table, _ in pending:
+            table.pending = None
+        super().reset()
+        for table, dropped in pending:
+            table.pending = dropped
+
+
+@mutant(caught_by="kv_cache.checkpoint_dropped")
+class ResetKeepsCheckpoints(PrefixCache):
+    def reset(self) -> None:
+        for table in self._tables.values():
+            self._drop_pending(table)
+            table.publishes = False
+        kept = {block for table in self._tables.values() for block in table.checkpoints.values()}
+        for key, block in [*self._pool.block_of.items()]:
+            if block not in kept:
+                self._pool.unpublish(block, key)

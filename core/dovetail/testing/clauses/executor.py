@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
+NO_STATES = "no model of the suite has recurrent layers; models' suites and the engine's own tests do"
+
 CLAUSES: Marks = {
     "module": {"token ids stay": held("ids_stay"), "order of submission": held("order"), "*": TOLD},
     "ComponentRef": TOLD,
@@ -11,6 +13,7 @@ CLAUSES: Marks = {
     "ExecutorConfig": held("limits", "capacity", but="only lengths and sizes are tested"),
     "ExecutorConfig.kv_cache_dtype": unchecked("the suite's executors keep K and V in the dtype of the activations"),
     "ExecutorConfig.kv_cache_scales": unchecked("no cache of the suite's executors has scales"),
+    "ExecutorConfig.state_dtype": unchecked(NO_STATES),
     "ExecutorConfig.quantization": unchecked("the suite's checkpoint is plain"),
     "ExecutorContext": TOLD,
     "ExecutorCapabilities": {
@@ -25,14 +28,18 @@ CLAUSES: Marks = {
         "Its tokens are sampled by": held("sampling"),
         "It may have run before": held("ids_stay"),
         "in its blocks already": held("cached"),
+        "Of a recurrent group": unchecked(NO_STATES),
         "*": held("row_reuse"),
     },
+    "RowCheckpoint": unchecked(NO_STATES),
     "Batch": {
         "carried out in this order": held("row_reuse", "new_blocks", "copies", "cached"),
         "next known token": held("ids_stay", "results"),
         "only read": held("batch_untouched", "ownership"),
         "leading blocks": held("shared_prefix"),
         "`submit` runs the model": held("late", "late_overlap"),
+        "The state of a row": unchecked(NO_STATES),
+        "at most one per row": unchecked(NO_STATES),
         "(group, row, page)": held("new_blocks"),
         "distinct rows": held("neighbours", "idle"),
         "*": held("chunks", "limits"),

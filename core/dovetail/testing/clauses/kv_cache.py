@@ -16,6 +16,7 @@ CLAUSES: Marks = {
         "`fork`": held("fork"),
         "`trim`": held("trim"),
         "`groups`": held("table", "private"),
+        "`states`": held("states", "state_copies"),
         "*": held("hygiene.capabilities"),
     },
     "Allocation": {
@@ -24,7 +25,8 @@ CLAUSES: Marks = {
         "except in the first call": held("hit"),
         "holds `HOLE`": held("holes"),
     },
-    "PageCopy": held("fork_copies"),
+    "PageCopy": held("fork_copies", "state_copies"),
+    "Checkpoint": held("checkpoints"),
     "PageCounts": {
         "they always add up": held("counts"),
         "taken when free ones run out": held("no_leak"),
@@ -51,7 +53,7 @@ CLAUSES: Marks = {
     },
     "KVCacheManager.allocate": {
         "exactly as many": held("table", "exclusive"),
-        "acquires the prefix": held("hit", "private"),
+        "acquires the prefix": held("hit", "private", "state_copies"),
         "with nothing changed": held("failed_allocate", "pages_needed"),
     },
     "KVCacheManager.tables": {"one per group": held("tables"), "O(blocks)": TOLD},
@@ -59,11 +61,23 @@ CLAUSES: Marks = {
         "Let `lookup` find": held("same_step", "reuse", "hit"),
         "committed again": held("lawful", "reuse", "uncommit"),
         "The core calls it": held("generated", "same_step"),
+        "may also decide on a checkpoint": held("checkpoints", "checkpoint_found"),
+        "Only calls for tokens known": held("checkpoints"),
         "*": TOLD,
     },
-    "KVCacheManager.uncommit": held("uncommit"),
-    "KVCacheManager.fork": {"which holds no blocks": held("fork", "fork_copies", "misuse"), "with nothing changed": held("fork", "failed_fork")},
-    "KVCacheManager.take_copies": held("fork_copies", "private"),
+    "KVCacheManager.uncommit": {"Checkpoints of this request": held("checkpoint_dropped"), "*": held("uncommit")},
+    "KVCacheManager.fork": {
+        "which holds no blocks": held("fork", "fork_copies", "misuse"),
+        "with nothing changed": held("fork", "failed_fork"),
+        "Not called for layouts": TOLD,
+    },
+    "KVCacheManager.take_copies": held("fork_copies", "state_copies", "private"),
+    "KVCacheManager.take_checkpoints": {
+        "at most one": held("checkpoints", "checkpoint_dropped"),
+        "from now on": held("checkpoint_found"),
+        "count as held": held("counts", "checkpoint_found", "no_leak"),
+        "*": TOLD,
+    },
     "KVCacheManager.free": {"can be found": held("no_leak", "generated", "reuse"), "even if it holds no blocks": held("lawful", "forgets")},
     "KVCacheManager.trim": {
         "in each group": held("trim", "lawful"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from random import Random
 
-from dovetail.api.kv_cache import HOLE, CacheGroup, KVCacheManager, KVCapabilities, PageCopy
+from dovetail.api.kv_cache import HOLE, CacheGroup, Checkpoint, KVCacheManager, KVCapabilities, PageCopy
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
 from dovetail.request import Request
@@ -19,12 +19,19 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request, plain
-from dovetail.testing.suites.kv_scripts import BLOCK_SIZES, draw_groups, draw_script, draw_shape, shortest
+from dovetail.testing.suites.kv_scripts import BLOCK_SIZES, draw_groups, draw_script, draw_shape, draw_states, shortest
 
 FAR = 1_000  # number of blocks of a long prefix
 TOKEN_BITS = 31  # significant bits of a token id
 SCRIPTS = 130  # per manager; about 30 actions each
 GROUP_SCRIPTS = 90  # more, over several groups and blocks of several pages
+STATE_SCRIPTS = 90  # more, over layouts with states
+STATE_CLAIMS = ("states", "state_copies", "checkpoints")  # which only layouts with states can break
+STATE_SHAPES = [
+    Shape((CacheGroup((0,), 4), CacheGroup((1,), 4, recurrent=True)), 60),
+    Shape((CacheGroup((0,), 4), CacheGroup((1,), 4, None, 3, recurrent=True)), 60),
+    Shape((CacheGroup((0,), 2), CacheGroup((1,), 4, 5, 2), CacheGroup((2,), 4, None, 2, recurrent=True)), 100),
+]
 KEYS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", ""), ("a", "", "b"))
 
 FINDS = "a request that had found a prefix"
@@ -39,7 +46,7 @@ HOLDS = {  # ways to hold blocks -> number of them that the first request had co
 
 class KVCacheSuite(Suite):
     """Suite of KV-cache managers: blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with and without a window; layouts of up to three
-    groups, and blocks of up to three pages, if the manager declares `groups`."""
+    groups, and blocks of up to three pages, if the manager declares `groups`; layouts with states if it declares `states`."""
 
     kind = "kv_cache"
 
@@ -493,13 +500,117 @@ class KVCacheSuite(Suite):
         with a smaller `computed` returns nothing, and trims nothing."""
         self._explore("trim")
 
+    # States
+
+    @check("kv_cache.states", since="0.4", capability="states")
+    def test_nobody_goes_on_from_a_state_that_is_not_its_own(self) -> None:
+        """A request went on from another state than that after its own tokens. Its live state is one block, the same from the first `allocate` to
+        `free`, and of nobody else; tokens generated later don't move it."""
+        self._explore("states")
+
+    @check("kv_cache.state_copies", since="0.4", capability="states")
+    def test_a_hit_copies_the_checkpoint_to_the_live_state(self) -> None:
+        """A request that had found a prefix didn't start from the checkpoint after exactly these tokens. `allocate` must queue one copy for each of
+        its pages, from the checkpoint's to the live state's in their order; the checkpoint isn't held, and is found again by others. If its pages are
+        reused before the copies have run, the new owner must write after them: copies run in order, and before the batch."""
+        for shape in STATE_SHAPES:
+            kv, tokens = self.make(shape.context), [*range(21)]
+            first = make_request("first", tokens)
+            pages = {checkpoint.tokens: checkpoint.pages for checkpoint in _submit(kv, first)}
+            kv.free(first)
+            for number in range(2):  # one after the other, so that the second finds it, too
+                asking, held = make_request(f"asking {number}", [*tokens, 7]), kv.counts.held
+                if not (found := kv.lookup(asking)):
+                    break
+                allocation, copies = kv.allocate(asking, 22), list(kv.take_copies())
+                live = allocation.pages[-1] if allocation is not None else ()
+                expected = [PageCopy(src, dst) for src, dst in zip(pages[found], live, strict=True)]
+                told = f"of {shape}, a hit of {found} tokens, whose checkpoint is in pages {pages[found]}, with a live state in {live}"
+                require(sorted(copies, key=_page) == sorted(expected, key=_page), f"{told}, has the copies {copies}")
+                own = kv.context.layout.pages(22) - (kv.context.layout.pages(found) - kv.context.layout.state_pages if number else 0)
+                require(kv.counts.held - held <= own, f"{told}, holds {kv.counts.held - held} more pages, {own} of them in its tables")
+        self._explore("state_copies")
+
+    @check("kv_cache.checkpoints", since="0.4", capability="states")
+    def test_a_step_writes_a_checkpoint_of_what_it_computes(self) -> None:
+        """`take_checkpoints` returned a checkpoint of a request that isn't in the step, two of one request, one after tokens that the step doesn't
+        compute or that aren't whole blocks, or in pages that a table or another checkpoint has; or commits of tokens unknown at the first `allocate`
+        took pages; or a second call returned the same again."""
+        for shape in STATE_SHAPES:
+            kv = self.make(shape.context)
+            _submit(kv, make_request("first", range(21)))
+            require(not kv.take_checkpoints(), f"of {shape}, take_checkpoints returned checkpoints again")
+        self._explore("checkpoints")
+
+    @check("kv_cache.checkpoint_found", since="0.4", capability="states")
+    def test_a_checkpoint_is_found_once_its_step_is_submitted(self) -> None:
+        """A prefix was found without a checkpoint, or before `take_checkpoints` had returned it; or a checkpoint wasn't found afterwards by a request
+        with the same tokens before it, was found by one with others, or under other `cache_keys`, or held pages afterwards."""
+        for shape in STATE_SHAPES:
+            kv, tokens = self.make(shape.context), [*range(21)]
+            first, size = make_request("first", tokens), kv.context.layout.block_size
+            kv.allocate(first, 21)
+            kv.commit(first, 21)
+            asking = make_request("asking", [*tokens, 7])
+            self._finds(kv, asking, 0, "whose prefix another computes in the same step: the state isn't there yet")
+            written = list(kv.take_checkpoints())
+            held = kv.context.layout.pages(21)
+            require(kv.counts.held == held, f"of {shape}, {kv.counts} after take_checkpoints, with {held} pages in tables")
+            ends = [checkpoint.tokens for checkpoint in written] if self.capabilities.reuse else []
+            for same in range(0, 22, size):
+                other = make_request("other", [*tokens[:same], *[-1] * (21 - same), 7])
+                expected = max([0, *(end for end in ends if end <= same)])
+                self._finds(kv, other, expected, f"whose first {same} tokens were computed, with checkpoints after {ends}")
+            self._finds(kv, make_request("other", [*tokens, 7], keys=("a",)), 0, "with other cache_keys than those of the checkpoint")
+
+    @check("kv_cache.checkpoint_dropped", since="0.4", capability="states")
+    def test_a_checkpoint_that_is_not_written_is_dropped(self) -> None:
+        """A checkpoint was returned by `take_checkpoints` or found, or its pages stayed held, though before the step was submitted its request was
+        freed, its tokens were uncommitted, or `reset` was called; or it was found after its request failed (`uncommit` after the step was submitted)
+        or after a `reset`."""
+        for shape in STATE_SHAPES:
+            for how in ("uncommit", "uncommit of its last token", "free", "reset"):
+                kv, first = self.make(shape.context), make_request("first", range(21))
+                kv.allocate(first, 21)
+                kv.commit(first, 21)
+                again = self.make(shape.context)
+                ends = [checkpoint.tokens for checkpoint in _submit(again, make_request("again", range(21)))]
+                {
+                    "uncommit": lambda kv=kv, first=first: kv.uncommit(first, 0),
+                    "free": lambda kv=kv, first=first: kv.free(first),
+                    "reset": kv.reset,
+                }.get(how, lambda kv=kv, first=first, ends=ends: kv.uncommit(first, min(ends, default=21) - 1))()
+                taken, held = list(kv.take_checkpoints()), 0 if how == "free" else kv.context.layout.pages(21)
+                told = f"of {shape}, after commit and {how}"
+                require(not taken, f"{told}, take_checkpoints returned {taken}")
+                require(kv.counts.held == held, f"{told}, {kv.counts}; {held} pages are in tables")
+            for how in ("uncommit", "reset"):
+                self._drop_after_submission(shape, how)
+
+    def _drop_after_submission(self, shape: Shape, how: str) -> None:
+        """Drop a checkpoint of `first`, whose K and V another has computed, too."""
+        kv, tokens = self.make(shape.context), [*range(21)]
+        first, other = make_request("first", tokens[:9]), make_request("other", tokens)
+        if how == "uncommit":
+            ends = [checkpoint.tokens for checkpoint in _submit(kv, other)]
+        written = [checkpoint.tokens for checkpoint in _submit(kv, first)]
+        if how == "uncommit":
+            kv.uncommit(first, 0)
+        else:
+            kv.reset()
+            ends = [checkpoint.tokens for checkpoint in _submit(kv, other)]
+        expected = max([0, *(end for end in ends if end <= 8)])
+        told = f"with the checkpoints {written} that {how} dropped, and {ends} of another request"
+        self._finds(kv, make_request("asking", tokens[:9]), expected if self.capabilities.reuse else 0, told)
+
     # Helpers
 
     def _explore(self, claim: str) -> None:
         """Raise the breach of a claim, shown by a short script."""
-        breach = _search_of(type(self)).breach(claim)  # type: ignore[arg-type]  # a class is hashable
-        if breach is not None:
-            raise shortest(self.make, breach)
+        for states in (True,) if claim in STATE_CLAIMS else (False, True):
+            breach = _search_of(type(self), states).breach(claim)  # type: ignore[arg-type]  # a class is hashable
+            if breach is not None:
+                raise shortest(self.make, breach)
 
     def _manager(self, block_size: int) -> KVCacheManager:
         manager: KVCacheManager = self.make(plain(block_size, 16).context)
@@ -511,12 +622,15 @@ class KVCacheSuite(Suite):
 
 
 class _Search:
-    """One search for breaches, for all checks of a suite: it goes on where the check before left it."""
+    """One search for breaches, for all checks of a suite: it goes on where the check before left it. `states`: over layouts with states."""
 
-    def __init__(self, suite: KVCacheSuite) -> None:
+    def __init__(self, suite: KVCacheSuite, states: bool) -> None:
         self._make = suite.make
         self._found: dict[str, Broken] = {}  # claim -> its first breach
-        draws = [draw_shape] * SCRIPTS + [draw_groups] * (GROUP_SCRIPTS if suite.capabilities.groups else 0)
+        if states:
+            draws = [draw_states] * (STATE_SCRIPTS if suite.capabilities.states else 0)
+        else:
+            draws = [draw_shape] * SCRIPTS + [draw_groups] * (GROUP_SCRIPTS if suite.capabilities.groups else 0)
         self._left = iter(enumerate(draws))
 
     def breach(self, claim: str) -> Broken | None:
@@ -531,8 +645,8 @@ class _Search:
 
 
 @cache
-def _search_of(suite: type[KVCacheSuite]) -> _Search:
-    return _Search(suite())
+def _search_of(suite: type[KVCacheSuite], states: bool) -> _Search:
+    return _Search(suite(), states)
 
 
 def _compute(kv: KVCacheManager, request: Request, num_tokens: int | None = None) -> tuple[int, ...]:
@@ -543,6 +657,17 @@ def _compute(kv: KVCacheManager, request: Request, num_tokens: int | None = None
         fail(f"allocate({request}, {tokens}) answered None, with {kv.available_pages} blocks of {kv.context.layout.block_size} tokens available")
     kv.commit(request, tokens)
     return allocation.pages[0]
+
+
+def _submit(kv: KVCacheManager, request: Request) -> list[Checkpoint]:
+    """Compute all its known tokens in one step, and return the checkpoints that the step writes."""
+    _compute(kv, request)
+    kv.take_copies()
+    return list(kv.take_checkpoints())
+
+
+def _page(copy: PageCopy) -> int:
+    return copy.dst
 
 
 def _refused(call: Callable[[], object], what: str) -> None:

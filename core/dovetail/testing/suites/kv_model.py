@@ -1,8 +1,8 @@
 """`KVWorld`: drives a KV-cache manager like the engine does, with a model of memory that records which tokens were written where.
 
 The model has no hashes, trees, reference counts or eviction. For each token of each page, it keeps the tokens whose K and V were written there last,
-and checks that everything a request believes to be computed is in its blocks, unless it has left the window of the block's cache group. A twin of
-the manager gets the same actions but no queries.
+and checks that everything a request believes to be computed is in its blocks, unless it has left the window of the block's cache group. For each page
+of a state, it keeps the tokens before the state. A twin of the manager gets the same actions but no queries.
 
 A script (`kv_scripts`) is a list of actions, each (method of `KVWorld`, arguments); an action that is impossible in the current state is a no-op, so
 that any list is a valid script.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, KVCacheManager, KVContext, KVLayout, PageCopy, Pages
+from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, Checkpoint, KVCacheManager, KVContext, KVLayout, PageCopy, Pages
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
 from dovetail.sampling_params import SamplingParams
@@ -44,7 +44,8 @@ READ_ONLY = (  # attributes of a request
     *("arrival_time", "deadline", "ttft_deadline", "tbt_s", "predicted_tokens", "parent", "stop_ids"),
 )
 # After a violation of these the state is inconsistent: the rest is meaningless, or may not end.
-FATAL = ("lawful", "table", "holes", "hit_length", "exclusive", "counts", "integrity")
+FATAL = ("lawful", "table", "holes", "hit_length", "exclusive", "counts", "integrity", "checkpoints")
+STATE = -1  # offset of a state in the memory of a page
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class Row:
     admitted_now: bool = False
     copied: int | None = None  # tokens taken over by a fork, until the copy of a partial block is verified
     disowned: bool = False  # by a reset: it depends on dropped values
+    asked: int = 0  # tokens that its blocks were asked for
+    pending: int = 0  # pages of the checkpoint that this step writes
 
     def __post_init__(self) -> None:
         self.given = {name: copy.deepcopy(getattr(self.request, name)) for name in READ_ONLY}  # before the manager saw it
@@ -143,6 +146,7 @@ class KVWorld:
         self.script: Sequence[Act] = ()
         self.breaches: dict[str, Broken] = {}  # by claim
         self.layout, self.groups, self.num_pages = shape.layout, tuple(enumerate(shape.groups)), shape.num_pages
+        self.paged = self.groups[:-1] if self.layout.recurrent else self.groups  # those of K and V
         self.unit = self.layout.hit_tokens
         self.memory: dict[int, dict[int, Written]] = {}  # page -> offset -> what was written last
         self.contents = Contents()
@@ -150,7 +154,7 @@ class KVWorld:
         self.nothing_lost = any(group.window != 1 for group in shape.groups)  # False once a block may have been evicted: then lookups may find less
         self.live: list[Row] = []
         self.hogs = self.looks = 0
-        self.copies: list[tuple[Sequence[PageCopy], tuple[PageCopy, ...]]] = []  # results of `take_copies`, and their values then
+        self.taken: list[tuple[Sequence[PageCopy] | Sequence[Checkpoint], tuple[Any, ...]]] = []  # copies and checkpoints, and their values then
         self.probe = make_request("probe", [98])
         self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: reused once their request has ended
 
@@ -205,7 +209,7 @@ class KVWorld:
             if waiting:
                 row.prefill_end = row.request.num_tokens
             if start < row.prefill_end:
-                self._commit(row)
+                self._commit(row, self.layout.state_pages)
 
     def evict(self, who: int, others: int, chunk: int) -> None:
         """Free some requests that aren't planned in this step for another, and check the forecast for that one."""
@@ -228,7 +232,7 @@ class KVWorld:
     def fork(self, who: int, tokens: int) -> None:
         """Add a new request with the prompt of another."""
         parent = self._row(who)
-        if parent is None or not self.ids or not self.kv.capabilities.fork:
+        if parent is None or not self.ids or not self.kv.capabilities.fork or self.layout.recurrent:
             return
         prompt = list(parent.request.prompt_token_ids)
         tokens = min(tokens, parent.settled, len(prompt) - 1)
@@ -276,7 +280,7 @@ class KVWorld:
             for (_, group), table in zip(self.groups, row.tables, strict=True):
                 unseen = min(group.first_visible_block(row.computed), len(table))
                 table[:unseen] = [self._hole(group)] * unseen
-        counts, held = self._ask("counts"), sum(map(len, self._held()))
+        counts, held = self._ask("counts"), sum(map(len, self._held())) + self._pending
         self._hold("trim", counts.held == held, f"trim({row.request}, {row.computed}) leaves {held} pages held, of {self.shape}; {counts}")
 
     # … and run
@@ -290,11 +294,15 @@ class KVWorld:
     def submit(self, sampled: int, deliver: bool) -> None:
         """Run copies, then the writes of every planned request. Those that reached their last token get one more, known now or later."""
         copies = self._tell("take_copies")
-        self.copies.append((copies, tuple(copies)))
+        self.taken.append((copies, tuple(copies)))
         for src, dst in ((copied.src, copied.dst) for copied in copies):
             self.memory[dst] = dict(self.memory.get(src, {}))
+        if self.layout.recurrent:
+            self._take_checkpoints()
         for row in self.live:
             if row.planned_from is not None:
+                if self.layout.recurrent and row.planned_from:
+                    self._check_state(row, row.planned_from, "state_copies" if row.admitted_now else "states")
                 self._write(row, row.planned_from, row.computed)
                 if row.computed == len(row.tokens):
                     row.tokens.append(sampled)
@@ -302,6 +310,32 @@ class KVWorld:
         if deliver:
             self.deliver()
         self._check_memory()
+
+    def _take_checkpoints(self) -> None:
+        """Check the checkpoints of this step, and write them."""
+        checkpoints = self._tell("take_checkpoints")
+        self.taken.append((checkpoints, tuple(checkpoints)))
+        number, group = self.groups[-1]
+        planned = {row.request: row for row in self.live if row.planned_from is not None}
+        used = set.union(*self._held())
+        for checkpoint in checkpoints:
+            told = f"take_checkpoints returned {checkpoint}, in a step of {[*planned.values()]}"
+            row, pages = planned.pop(checkpoint.request, None), checkpoint.pages
+            if row is None or not (row.planned_from or 0) < checkpoint.tokens <= row.computed or checkpoint.tokens % self.unit:
+                self._broken("checkpoints", f"{told}: one for each request, at a multiple of {self.unit} of the tokens that the step computes")
+                raise Ended
+            sound = type(pages) is tuple and len(set(pages)) == group.pages_per_block and set(pages) <= set(range(self.num_pages))
+            self._hold(
+                "checkpoints", sound and not used & set(pages), f"{told}, with the pages {pages}, while {sorted(used)} are in tables or written"
+            )
+            used |= set(pages)
+            content = row.contents[checkpoint.tokens - 1]
+            for part, page in enumerate(pages):
+                self.memory[page] = {STATE: (content, number, part)}
+            if not row.disowned:
+                self.committed[number].add(content)
+        for row in self.live:
+            row.pending = 0
 
     def deliver(self) -> None:
         """Let the ids in flight arrive."""
@@ -359,15 +393,15 @@ class KVWorld:
         self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
         accepted, runs = [0], [0] * len(self.groups)  # by group: blocks in a row that end here
         for end in range(self.unit, row.request.num_tokens, self.unit):
-            accepts = True
-            for number, group in self.groups:
+            accepts = not self.layout.recurrent or row.contents[end - 1] in self.committed[-1]
+            for number, group in self.paged:
                 size = group.block_tokens
                 for last in range(end - self.unit + size - 1, end, size):
                     runs[number] = runs[number] + 1 if row.contents[last] in self.committed[number] else 0
                 accepts &= runs[number] >= end // size - group.first_visible_block(end)
             if accepts:
                 accepted.append(end)
-            elif len(self.groups) == 1 and not self.layout.has_windows:
+            elif len(self.groups) == 1 and not self.layout.has_windows and not self.layout.recurrent:
                 break
         return accepted
 
@@ -415,11 +449,12 @@ class KVWorld:
         self._hold("answers", sound and all(type(page) is int for own in pages for page in own), f"the pages of an allocation are {pages!r}")
         if not row.tables:
             row.tables = [[] for _ in self.groups]
+        row.asked = tokens
         new = list[int]()
         for (_, group), table, own in zip(self.groups, row.tables, pages, strict=True):
             size, width, hole = group.block_tokens, group.pages_per_block, self._hole(group)
             table += [own[at : at + width] for at in range(0, len(own), width)]
-            shared, unseen = cached // size, group.first_visible_block(cached) if cached else 0
+            shared, unseen = 0 if group.recurrent else cached // size, group.first_visible_block(cached) if cached else 0
             told = f"{row.request}, {cached} of whose tokens are cached, has the table {table} in {group}"
             self._hold("table", len(table) == group.blocks(tokens), f"{told}; it asked for {tokens} tokens, {group.blocks(tokens)} blocks")
             holes = [HOLE in block for block in table]
@@ -433,12 +468,19 @@ class KVWorld:
         self._hold("exclusive", sound, told)
         self.nothing_lost &= len(new) <= free
 
-    def _commit(self, row: Row) -> None:
-        known = min(row.computed, row.request.num_tokens)
+    def _commit(self, row: Row, state_pages: int = 0) -> None:
+        """Commit its tokens. The manager may take `state_pages` pages for a checkpoint."""
+        known, before = min(row.computed, row.request.num_tokens), self._ask("counts")
         self._tell("commit", row.request, known)
+        self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
+        if self.layout.recurrent:
+            taken = self._ask("counts").held - before.held
+            told = f"commit({row.request}, {known}) took {taken} pages; for a checkpoint, {state_pages} are allowed here, as {row.pending} are taken"
+            self._hold("checkpoints", taken in (0, state_pages) and not (taken and row.pending), told)
+            row.pending += taken
+            self.nothing_lost &= taken <= before.free
         if not row.disowned:
-            self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
-            for (number, group), table in zip(self.groups, row.tables, strict=True):
+            for (number, group), table in zip(self.paged, row.tables, strict=False):
                 hole, size = self._hole(group), group.block_tokens
                 full = enumerate(table[: known // size])
                 self.committed[number].update(row.contents[(index + 1) * size - 1] for index, block in full if block != hole)
@@ -453,7 +495,7 @@ class KVWorld:
         freed = self._ask("available_pages") - available
         told = f"pages_needed(…, without=[{row.request}]) counted off {foretold} pages; freeing it made {freed} available"
         self._hold("pages_needed_without", freed == foretold, told)
-        row.tables, row.computed, row.admitted_now, row.copied, row.disowned = [], 0, False, None, False
+        row.tables, row.computed, row.admitted_now, row.copied, row.disowned, row.asked = [], 0, False, None, False, 0
 
     def _take_back(self, row: Row) -> None:
         """Revoke its grant, if any; release requests admitted in this step that share tokens which it would have written."""
@@ -462,6 +504,7 @@ class KVWorld:
         before = row.planned_from
         if row.planned_from < row.request.num_tokens:  # known, so that it may have been committed
             self._tell("uncommit", row.request, row.planned_from)
+        row.pending = 0
         self.nothing_lost = False
         row.computed, row.planned_from, row.admitted_now = row.planned_from, None, False
         for other in self.live:
@@ -480,8 +523,10 @@ class KVWorld:
 
     def _check_books(self) -> None:
         counts, by_group = self._ask("counts"), tuple(len(pages) for pages in self._held())
+        if self.layout.recurrent:
+            by_group = (*by_group[:-1], by_group[-1] + self._pending)
         held = sum(by_group)
-        told = f"{counts}, {self._ask('available_pages')} available, of {self.num_pages} pages; {by_group} are in tables, by group"
+        told = f"{counts}, {self._ask('available_pages')} available, of {self.num_pages} pages; {by_group} are in tables or of checkpoints, by group"
         adds_up = counts.free + counts.held + counts.cached == self.num_pages and min(counts.free, counts.held, counts.cached) >= 0
         self._hold("counts", adds_up and counts.held == held and self._ask("available_pages") == counts.free + counts.cached, told)
         self._hold("held_by_group", counts.held_by_group in ((), by_group), told)
@@ -501,8 +546,11 @@ class KVWorld:
         requests = [row.request for row in group]
         alone = set[int]().union(*(row.pages for row in group)).difference(*(row.pages for row in rest))
         foretold = self._freed_by(requests)
-        told = f"pages_needed(…, without={requests}) counts off {foretold} pages; only in their tables are {sorted(alone)}"
-        self._hold("pages_needed_without", foretold == len(alone), told)
+        pending = sum(row.pending for row in group)
+        told = (
+            f"pages_needed(…, without={requests}) counts off {foretold} pages; only in their tables are {sorted(alone)}, and {pending} in checkpoints"
+        )
+        self._hold("pages_needed_without", foretold == len(alone) + pending, told)
 
     def _check_tables(self, row: Row) -> None:
         """Check that the manager's tables are those that it gave, where the request holds blocks."""
@@ -525,7 +573,9 @@ class KVWorld:
     def _check_memory(self) -> None:
         for row in self.live:
             self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
-            for (number, group), table in zip(self.groups, row.tables, strict=False):
+            if self.layout.recurrent and row.computed:
+                self._check_state(row, row.computed, "states")
+            for (number, group), table in zip(self.paged, row.tables, strict=False):
                 hole = self._hole(group)
                 for index, block in enumerate(table[: group.blocks(row.computed)]):
                     start = index * group.block_tokens
@@ -533,6 +583,15 @@ class KVWorld:
                     for part, page in enumerate(block if block != hole else ()):
                         self._check_page(row, page, range(start, end), number, part)
             row.copied = None
+
+    def _check_state(self, row: Row, tokens: int, claim: str) -> None:
+        """Check that the live state of a request is that after its first `tokens` tokens."""
+        number = self.groups[-1][0]
+        for part, page in enumerate(row.tables[number][0]):
+            found = self.memory.get(page, {}).get(STATE)
+            if found != (row.contents[tokens - 1], number, part):
+                told = f"{tokens} tokens of {row.request} are computed; page {page} of its live state holds {self.contents.named(found)}"
+                self._broken(claim, told)
 
     def _check_page(self, row: Row, page: int, positions: range, group: int, part: int) -> None:
         """Check that `page`, of a block of the request, holds its tokens `positions`."""
@@ -549,8 +608,8 @@ class KVWorld:
         while self.live:
             self.finish(0)
         self._tell("free", self.probe)
-        for copies, then in self.copies:
-            self._hold("answers", tuple(copies) == then, f"take_copies returned {list(then)}, which is now {list(copies)}")
+        for taken, then in self.taken:
+            self._hold("answers", tuple(taken) == then, f"take_copies or take_checkpoints returned {list(then)}, which is now {list(taken)}")
         counts, room = self._ask("counts"), self._fitting(self.num_pages)
         self._hold("no_leak", counts.held == 0 and self._ask("available_pages") == self.num_pages, f"every request has ended, and {counts}")
         if room:
@@ -581,13 +640,13 @@ class KVWorld:
 
     def _room(self, row: Row) -> int:
         """Return the number of tokens that its blocks have room for."""
-        return min((len(table) * group.block_tokens for (_, group), table in zip(self.groups, row.tables, strict=False)), default=0)
+        return min((len(table) * group.block_tokens for (_, group), table in zip(self.paged, row.tables, strict=False)), default=row.asked)
 
     def _fitting(self, pages: int) -> int:
         """Return the number of tokens, in whole blocks, that fit into `pages` pages."""
         step = self.layout.block_size
         room = 0
-        while self.layout.pages(room + step) <= pages:
+        while self.layout.pages(room + step) <= pages and (self.paged or room < 4 * step):
             room += step
         return room
 
@@ -596,19 +655,28 @@ class KVWorld:
         group = self.groups[number][1]
         return row.tables[number][group.first_visible_block(tokens) : group.blocks(tokens)]
 
+    @property
+    def _pending(self) -> int:
+        """Number of pages of checkpoints that the next step writes."""
+        return sum(row.pending for row in self.live)
+
     def _held(self) -> list[set[int]]:
         """Return the pages in tables, by group."""
         tables = [[row.tables[number] for row in self.live if row.tables] for number, _ in self.groups]
         return [set(chain.from_iterable(chain.from_iterable(own))) - {HOLE} for own in tables]
 
     def _write(self, row: Row, start: int, end: int) -> None:
-        """Write K and V of tokens `start` … `end` - 1."""
+        """Write K and V of tokens `start` … `end` - 1, and the state after them."""
         self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
-        for (number, group), table in zip(self.groups, row.tables, strict=True):
+        for (number, group), table in zip(self.paged, row.tables, strict=False):
             for position in range(start, end):
                 index, offset = divmod(position, group.block_tokens)
                 for part, page in enumerate(table[index]):
                     self.memory.setdefault(page, {})[offset] = row.contents[position], number, part
+                    self.memory[page].pop(STATE, None)
+        if self.layout.recurrent:
+            for part, page in enumerate(row.tables[-1][0]):
+                self.memory[page] = {STATE: (row.contents[end - 1], len(self.paged), part)}
 
     def _freed_by(self, requests: Sequence[LiveRequest]) -> int:
         """Return how many pages freeing `requests` would make available, by what another request of one token would need."""

@@ -31,6 +31,15 @@ def draw_groups(random: Random) -> Shape:
     return Shape(groups, random.randint(1, 12) * shape.layout.pages(shape.layout.hit_tokens))
 
 
+def draw_states(random: Random) -> Shape:
+    """Draw a shape of a state, of up to three pages, and mostly of groups of K and V; most pools have room for several requests."""
+    paged = draw_groups(random).groups[: random.choice([0, 1, 1, 1, 2, 2, 3])]
+    tokens = Shape(paged, 0).layout.hit_tokens if paged else random.choice([1, 2, 4])
+    groups = *paged, CacheGroup((len(paged),), tokens, None, random.choice([1, 1, 2, 3]), recurrent=True)
+    shape = Shape(groups, 0)
+    return Shape(groups, random.randint(1, 12) * shape.layout.pages(random.choice([1, 3]) * shape.layout.hit_tokens))
+
+
 def draw_script(random: Random) -> list[Act]:
     """Draw up to 60 acts: mostly requests that begin alike, and steps that run them."""
     return [_draw_act(random, name) for name in random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=random.randint(1, 60))]

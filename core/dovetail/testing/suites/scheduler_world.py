@@ -55,6 +55,7 @@ class Shape:
     num_blocks: int = 24
     block_size: int = 2
     groups: tuple[tuple[int, int | None, int], ...] = ()
+    state_pages: int = 0
     max_tokens: int = 12  # per step
     max_seqs: int = 4
     max_model_len: int = 32
@@ -358,6 +359,7 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
         num_blocks=shape.num_blocks,
         block_size=shape.block_size,
         groups=shape.groups,
+        state_pages=shape.state_pages,
         vocab_size=97,
         max_in_flight=shape.max_in_flight,
         max_model_len=shape.max_model_len,

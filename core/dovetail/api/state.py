@@ -1,0 +1,104 @@
+"""States of recurrent layers, such as Gated DeltaNet and Mamba2: what a layer keeps for a request in place of K and V.
+
+A state has a fixed size. It lies in pages of the KV pool, in pieces of equal size called *units*: a unit holds some rows of one of the layer's
+tensors. The executor owns the memory and tells layers where the units of each row of a batch are; the kernels of `dovetail.nn.state` read and
+replace states in place, and write checkpoints on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dovetail.errors import DovetailError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+CHUNK = 64  # most tokens of a chunk in `StateBatch.chunks`
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A matrix of a layer's state, [rows, row_size]. Units hold whole rows. `keeps_inputs`: it holds past inputs of the layer, in the model's dtype;
+    otherwise it is accumulated, in the engine's `state_dtype`."""
+
+    rows: int
+    row_size: int
+    keeps_inputs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """State of one recurrent layer on this rank."""
+
+    index: int  # of the layer; attention layers of the same model have other indices
+    tensors: tuple[StateTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateBatch:
+    """Inputs of one step that concern states. Tensors are on the device; numpy arrays are host copies. Row i has tokens [query_starts[i],
+    query_starts[i + 1]) of the step. `lines` and `checkpoint_lines` are line numbers of `StateLayer.units`.
+
+    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding; lines of padding rows lead to the waste page.
+    """
+
+    num_rows: int
+    num_tokens: int
+    lines: torch.Tensor  # [rows] int64: where a row's live state is
+    query_starts: torch.Tensor  # [rows + 1] int32
+    kv_lens: torch.Tensor  # [rows] int32: tokens including this step's; the state is zero at first where they are all this step's
+    host_query_lens: np.ndarray  # [num_rows] int32
+    decodes: bool  # each row has one token, and there are no checkpoints: all fields below are None
+    checkpoint_at: torch.Tensor | None = None  # [rows] int32: number of this step's tokens after which the state is copied; 0: it isn't
+    checkpoint_lines: torch.Tensor | None = None  # [rows] int64: where to; any line if it isn't
+    chunks: torch.Tensor | None = None  # [chunks, 2] int32: token ranges of at most CHUNK tokens; rows and checkpoints begin a new one
+    chunk_starts: torch.Tensor | None = None  # [rows + 1] int32: row i has chunks [chunk_starts[i], chunk_starts[i + 1])
+    host_checkpoint_at: np.ndarray | None = None  # [num_rows] int32
+
+
+class StateSteps:
+    """The step that all state layers of a model compute."""
+
+    batch: StateBatch | None = None
+
+    def plan(self, batch: StateBatch) -> None:
+        """Set the step. A captured CUDA graph keeps reading the tensors of the batch that was planned when it was captured."""
+        self.batch = batch
+
+
+class StateLayer:
+    """One layer's states. `memory[i]`, [units of the pool, rows of a unit, row_size], has the dtype of tensor i of the spec; `units[i]`, [lines,
+    units of the tensor] int32, names for each line the units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers
+    share the pool, each with its own units. The rows of a unit are a power of two."""
+
+    def __init__(self, spec: StateSpec, steps: StateSteps) -> None:
+        self.spec, self._steps = spec, steps
+        self.memory: tuple[torch.Tensor, ...] = ()
+        self.units: tuple[torch.Tensor, ...] = ()
+
+    def bind(self, memory: tuple[torch.Tensor, ...], units: tuple[torch.Tensor, ...]) -> None:
+        """Keep the pool's memory, in place of an earlier one, and the table of units."""
+        self.memory, self.units = memory, units
+
+    @property
+    def batch(self) -> StateBatch:
+        """The step to compute."""
+        if self._steps.batch is None:
+            raise DovetailError(f"state layer {self.spec.index} runs before a step was planned")
+        return self._steps.batch
+
+    def read(self, tensor: int, lines: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the states of `lines` [n] int64: [n, rows, row_size]."""
+        shape = self.spec.tensors[tensor]
+        held = self.memory[tensor][self.units[tensor][lines].long()]  # [n, units, rows of a unit, row_size]
+        return held.flatten(1, 2)[:, : shape.rows]
+
+    def write(self, tensor: int, lines: torch.Tensor, values: torch.Tensor) -> None:
+        """Store values [n, rows, row_size] as the states of distinct `lines` [n] int64."""
+        memory, units = self.memory[tensor], self.units[tensor][lines].long()
+        whole = memory.new_zeros(len(lines), units.shape[1] * memory.shape[1], memory.shape[2])
+        whole[:, : values.shape[1]] = values
+        memory[units] = whole.view(len(lines), units.shape[1], *memory.shape[1:])
