@@ -29,22 +29,27 @@ from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import (
+    delta_rule,
     embedding,
     experts,
     float8_products,
     gate,
+    gated_norm,
+    mamba2,
     one_row_float8,
     one_row_int4,
     qkv,
     rank_sums,
     rms_norm,
     routing,
+    short_conv,
     streamed,
     widened,
 )
+from dovetail.nn.state import DeltaShape, Mamba2Shape
 from dovetail.runtime import decode_rows_kernels, slots_kernel
 from dovetail.runtime.row_state import RowState
-from dovetail.testing.memory import bind_layers
+from dovetail.testing.memory import bind_layers, bind_states
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_samplers.default import DefaultSampler
 
@@ -56,6 +61,13 @@ FP8_FROM = 89  # architecture
 FORMATS_FROM = 80  # likewise, of weights with 4 bits
 HIDDEN, INTERMEDIATE, VOCAB = (1024, 4096), 3072, 5000
 ROWS = (1, 2, 16, 17, 64)  # of a linear layer: each kernel for such layers has some
+STATES = (
+    DeltaShape(2, 4, 128, 128, 4),
+    DeltaShape(1, 1, 256, 256, 4),
+    DeltaShape(1, 1, 8, 8, 4),
+    Mamba2Shape(4, 64, 128, 2, 4),
+    Mamba2Shape(1, 80, 256, 1, 4),
+)
 SAMPLED = (
     RowSampling(temperature=0.0),
     RowSampling(seed=1),
@@ -107,6 +119,8 @@ def compiled(case: Case) -> list[Compiled]:
         if case.head_size is None:
             launch_layers(getattr(torch, case.dtype))
             launch_experts(getattr(torch, case.dtype))
+            for shape in STATES:
+                launch_states(getattr(torch, case.dtype), shape)
             launch_sampling(getattr(torch, case.dtype))
             if case.dtype != "float32" and case.arch >= FORMATS_FROM:
                 launch_formats(getattr(torch, case.dtype), case.arch)
@@ -175,6 +189,24 @@ def launch_experts(dtype: torch.dtype) -> None:
     for tokens in (1, 20):
         ids, weights = routing.choose(torch.zeros(tokens, count), 2, normalize=True)
         experts.experts(torch.zeros(tokens, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
+
+
+def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
+    """A recurrent layer without its projections: a step of single tokens, and one of a prefill, too."""
+    bound = bind_states([shape.spec(0)], 2, dtype)
+    state, is_delta = bound.layers[0], isinstance(shape, DeltaShape)
+    heads, size = (shape.v_heads, shape.v_size) if isinstance(shape, DeltaShape) else (shape.heads, shape.head_size)
+    gates, weight = torch.zeros(heads), torch.zeros(shape.conv_channels, shape.kernel, dtype=dtype)
+    for lengths in ([1, 1], [1, 70]):
+        bound.plan([0, 1], lengths, [9, 0])
+        x, a = torch.zeros(sum(lengths), shape.conv_channels, dtype=dtype), torch.zeros(sum(lengths), heads, dtype=dtype)
+        y = short_conv.short_conv(x, weight, None if is_delta else weight[:, 0].contiguous(), state, 0)
+        if isinstance(shape, DeltaShape):
+            y = delta_rule.gated_delta_rule(y, a, a, gates, gates, shape, state, 1)
+        else:
+            y = mamba2.mamba2(y, a, gates, gates, gates, (0.0, 1.0), shape, state, 1)
+        y = y.flatten(1)
+        gated_norm.gated_norm(y, y, y[0, :size].contiguous(), 1e-6, size, norm_before_gate=is_delta)
 
 
 def launch_formats(dtype: torch.dtype, arch: int) -> None:

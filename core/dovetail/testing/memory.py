@@ -1,13 +1,17 @@
-"""Memory for attention layers outside of an engine: what its executor does between `make_layer` and `prepare`."""
+"""Memory for attention layers and states outside of an engine: what its executor does between `make_layer` and `prepare`, and in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache
+from dovetail.api.state import StateBatch, StateLayer, StateSpec
+from dovetail.kv_layout import STATE_SLOT_BYTES, CachedLayer, plan_layout
+from dovetail.runtime.states import States, cached_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,62 @@ def bind_layers(backend: AttentionBackend, layers: Sequence[AttentionLayer], num
         tensors, place, block_size = found[layer.spec.index]
         layer.bind(LayerCache(tuple(pool[tensors]), block_size, place.group, place.page))
     return pool
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStates:
+    """States of `rows` requests in a pool: `layers` by index, and `pool`, uint8 [slots, pages + 1, bytes], whose last page is the waste page."""
+
+    states: States
+    layers: Mapping[int, StateLayer]
+    pool: torch.Tensor
+    rows: int
+
+    def plan(self, rows: Sequence[int], lengths: Sequence[int], computed: Sequence[int], checkpoint_at: Sequence[int] | None = None) -> StateBatch:
+        """Plan a step for all layers: of each of `rows` the next `lengths` tokens after `computed` ones, with a checkpoint after `checkpoint_at` of
+        them (0: none). The i-th row's checkpoint goes to line `checkpoint_line(i)`."""
+        device, query_lens = self.pool.device, np.array(lengths, np.int32)
+        at = np.zeros_like(query_lens) if checkpoint_at is None else np.array(checkpoint_at, np.int32)
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        kv_lens = (query_lens + np.array(computed, np.int32)).astype(np.int32)
+        lines, starts_there, lens_there = (torch.from_numpy(array).to(device) for array in (np.array(rows, np.int64), starts, kv_lens))
+        batch = self.states.batch(lines, starts_there, lens_there, query_lens, at)
+        self.states.steps.plan(batch)
+        return batch
+
+    def checkpoint_line(self, index: int) -> int:
+        """Return the line of the checkpoint of a step's row with this index."""
+        return self.rows + 1 + index
+
+    @property
+    def waste_line(self) -> int:
+        """The line of padding."""
+        return self.rows
+
+
+def bind_states(
+    specs: Sequence[StateSpec],
+    rows: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype = torch.float32,
+    *,
+    slot_bytes: int = STATE_SLOT_BYTES,
+    slots: int = 1,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> BoundStates:
+    """Allocate a pool for the live states of `rows` rows, and a checkpoint for each; filled with NaN, with the pages of each state in random order;
+    bind a layer for each spec to it. `dtype`: of the past inputs. `slots`: of a page, of `slot_bytes` each."""
+    device = device or torch.device("cpu")
+    others = [
+        CachedLayer(-1 - index, None, lambda tokens: (tokens * slot_bytes,)) for index in range(slots)
+    ]  # attention layers, whose blocks set the size
+    planned = plan_layout(others, 1, "float32", states=[cached_state(spec, dtype, state_dtype) for spec in specs])
+    states = States(planned, rows, dtype, state_dtype, device)
+    layers = {spec.index: states.make_layer(spec) for spec in specs}
+    size = planned.layout.state_pages
+    pool = torch.full((slots, 2 * rows * size + 1, slot_bytes), 255, dtype=torch.uint8, device=device)
+    states.bind(pool)
+    pages = np.random.default_rng(seed).permutation(2 * rows * size).astype(np.int32).reshape(2 * rows, size)
+    states.put([*range(rows), *range(rows + 1, 2 * rows + 1)], list(pages))
+    return BoundStates(states, layers, pool, rows)

@@ -1,0 +1,244 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""Mamba2's recurrence. Twin: `dovetail.nn.state.mamba`.
+
+`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program reads and replaces some rows of one head's state.
+In prefills of 16-bit numbers a program carries some rows of one head's state S [state, row] through a row's chunks of tokens (decays not shown):
+
+    out = C S + (C Bᵀ) (dt * X) + D * X      for pairs of tokens j <= i
+    S = S + Bᵀ (dt * X)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.api.state import CHUNK, StateLayer
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.gpu import GPU, gpu_of
+from dovetail.nn.kernels.launch import launch
+from dovetail.nn.kernels.states import (
+    Tiling,
+    by_rows,
+    empty_outputs,
+    fits_matrix_units,
+    per_unit,
+    places,
+    rows_at,
+    rows_of,
+    softplus,
+    tiling_of_chunks,
+    tiling_of_tokens,
+)
+from dovetail.nn.state.shapes import Mamba2Shape
+
+
+def recur_tiling(shape: Mamba2Shape) -> Tiling:
+    return tiling_of_tokens(shape.head_size, shape.state_size)
+
+
+def carry_tiling(shape: Mamba2Shape, gpu: GPU | None) -> Tiling:
+    return tiling_of_chunks(shape.head_size, gpu)
+
+
+@triton.jit
+def _recur(
+    xbc,
+    dt,
+    A_log,
+    D,
+    dt_bias,
+    memory,
+    units,
+    lines,
+    kv_lens,
+    query_starts,
+    checkpoint_at,
+    checkpoint_lines,
+    out,
+    x_stride,
+    dt_stride,
+    unit_stride,
+    line_stride,
+    shortest,
+    longest,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    N: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    DECODES: tl.constexpr,  # each row has one token, and no checkpoint
+    PDL: tl.constexpr,
+):
+    """Carry some rows of one head's state through a row's tokens."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    j, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
+    real = j < SIZE
+    let_next_begin(PDL)
+    rate, skip, shift = tl.exp(tl.load(A_log + head)), tl.load(D + head), tl.load(dt_bias + head)
+    wait(PDL)
+    first, length, kept = row.to(tl.int64), 1, 0
+    if not DECODES:
+        first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+        kept = tl.load(checkpoint_at + row)
+    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * SIZE + j, real, PER_UNIT, N)[:, None] + i[None, :]
+    held = real[:, None] & (tl.load(kv_lens + row) > length)
+    state = tl.load(at, mask=held, other=0.0).to(tl.float32)
+    for number in range(length):
+        t = first + number
+        token = xbc + t * x_stride
+        group = token + HEADS * SIZE + head // (HEADS // GROUPS) * N + i
+        step = tl.load(dt + t * dt_stride + head).to(tl.float32)
+        x = tl.load(token + head * SIZE + j, mask=real, other=0.0).to(tl.float32)
+        into, out_of = tl.load(group).to(tl.float32), tl.load(group + GROUPS * N).to(tl.float32)
+        step = softplus(step + shift)
+        step = tl.minimum(tl.maximum(step, shortest), longest)
+        state = state * tl.exp(-rate * step) + (x * step)[:, None] * into[None, :]
+        result = tl.sum(state * out_of[None, :], 1) + skip * x
+        tl.store(out + (t * HEADS + head) * SIZE + j, result.to(out.dtype.element_ty), mask=real)
+        if not DECODES:  # noqa: SIM102 (decided when it is compiled)
+            if number + 1 == kept:
+                line = tl.load(checkpoint_lines + row)
+                to = rows_at(memory, units, unit_stride, line_stride, line, head * SIZE + j, real, PER_UNIT, N)[:, None] + i[None, :]
+                tl.store(to, state.to(memory.dtype.element_ty), mask=real[:, None])
+    tl.store(at, state.to(memory.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def _carry(
+    xbc,
+    dt,
+    A_log,
+    D,
+    dt_bias,
+    memory,
+    units,
+    lines,
+    kv_lens,
+    query_starts,
+    checkpoint_at,
+    checkpoint_lines,
+    out,
+    x_stride,
+    dt_stride,
+    unit_stride,
+    line_stride,
+    shortest,
+    longest,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Carry some rows of one head's state through a row's chunks."""
+    head, row = tl.program_id(1), tl.program_id(2)
+    j, i, r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, N), tl.arange(0, CHUNK)
+    real = j < SIZE
+    let_next_begin(PDL)
+    rate, skip, shift = tl.exp(tl.load(A_log + head)), tl.load(D + head), tl.load(dt_bias + head)
+    wait(PDL)
+    first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    kept = tl.load(checkpoint_at + row)
+    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * SIZE + j, real, PER_UNIT, N)[None, :] + i[:, None]
+    held = real[None, :] & (tl.load(kv_lens + row) > length)
+    state = tl.load(at, mask=held, other=0.0).to(tl.float32)  # [N, ROWS]
+    for part in range(2):  # up to the checkpoint, and beyond it
+        stop = tl.where(part == 0, kept, length)
+        for begin in tl.range(part * kept, stop, CHUNK, num_stages=STAGES):
+            here = begin + r < stop
+            t = first + begin + r
+            token = xbc + t[:, None] * x_stride
+            group = token + HEADS * SIZE + head // (HEADS // GROUPS) * N + i[None, :]
+            into = tl.load(group, mask=here[:, None], other=0.0)
+            out_of = tl.load(group + GROUPS * N, mask=here[:, None], other=0.0)
+            x = tl.load(token + head * SIZE + j[None, :], mask=here[:, None] & real[None, :], other=0.0).to(tl.float32)
+            step = softplus(tl.load(dt + t * dt_stride + head, mask=here, other=0.0).to(tl.float32) + shift)
+            step = tl.where(here, tl.minimum(tl.maximum(step, shortest), longest), 0.0)
+            sum = tl.cumsum(-rate * step, 0)
+            total = tl.sum(-rate * step, 0)
+            between = tl.exp(tl.where(r[:, None] >= r[None, :], sum[:, None] - sum[None, :], -float("inf")))
+            scores = tl.dot(out_of, tl.trans(into)) * between
+            added = x * step[:, None]
+            result = tl.exp(sum)[:, None] * tl.dot(out_of, state.to(into.dtype)) + skip * x
+            result = tl.dot(scores.to(into.dtype), added.to(into.dtype), result)
+            to = out + (t[:, None] * HEADS + head) * SIZE + j[None, :]
+            tl.store(to, result.to(out.dtype.element_ty), mask=here[:, None] & real[None, :])
+            lasting = (added * tl.exp(total - sum)[:, None]).to(into.dtype)
+            state = tl.dot(tl.trans(into), lasting, state * tl.exp(total))
+        if (part == 0) & (kept > 0):
+            line = tl.load(checkpoint_lines + row)
+            to = rows_at(memory, units, unit_stride, line_stride, line, head * SIZE + j, real, PER_UNIT, N)[None, :] + i[:, None]
+            tl.store(to, state.to(memory.dtype.element_ty), mask=real[None, :])
+    tl.store(at, state.to(memory.dtype.element_ty), mask=real[None, :])
+
+
+def mamba2(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    A_log: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    limits: tuple[float, float],
+    shape: Mamba2Shape,
+    state: StateLayer,
+    tensor: int,
+    *,
+    in_chunks: bool | None = None,
+) -> torch.Tensor:
+    """See `dovetail.nn.state.mamba2`; A_log, D and dt_bias are contiguous. `in_chunks`: how steps of several tokens a row are computed; None: those
+    of 16-bit numbers are."""
+    batch = state.batch
+    xbc, dt = by_rows(xbc), by_rows(dt)
+    out = empty_outputs(state, xbc, shape.heads, shape.head_size)
+    memory, units, unit_stride, line_stride = places(state, tensor)
+    constants = {
+        "HEADS": shape.heads,
+        "GROUPS": shape.groups,
+        "SIZE": shape.head_size,
+        "N": shape.state_size,
+        "PER_UNIT": per_unit(state, tensor),
+        **pdl_options(xbc.device),
+    }
+    if in_chunks is None:
+        in_chunks = fits_matrix_units(xbc, shape.state_size)
+    inputs = (
+        xbc,
+        dt,
+        A_log,
+        D,
+        dt_bias,
+        memory,
+        units,
+        batch.lines,
+        batch.kv_lens,
+        batch.query_starts,
+        batch.lines if batch.checkpoint_at is None else batch.checkpoint_at,
+        batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines,
+        out,
+        xbc.stride(0),
+        dt.stride(0),
+        unit_stride,
+        line_stride,
+        float(limits[0]),
+        float(limits[1]),
+    )
+    rows = rows_of(state, xbc)
+    if batch.decodes or not in_chunks:
+        tiling = recur_tiling(shape)
+        launch(_recur, (triton.cdiv(shape.head_size, tiling.rows), shape.heads, rows))(
+            *inputs, ROWS=tiling.rows, DECODES=batch.decodes, num_warps=tiling.warps, **constants
+        )
+    else:
+        tiling = carry_tiling(shape, gpu_of(xbc.device))
+        launch(_carry, (triton.cdiv(shape.head_size, tiling.rows), shape.heads, rows))(
+            *inputs, CHUNK=CHUNK, ROWS=tiling.rows, STAGES=tiling.stages, num_warps=tiling.warps, **constants
+        )
+    return out

@@ -1,0 +1,238 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# ruff: noqa: N803 (constants are upper case)
+"""Short causal convolution. One kernel computes a step of single tokens; of other steps, one computes outputs, by chunks of tokens, and then another
+replaces past inputs, which programs of the first may still read. Twin: `dovetail.nn.state.conv`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.api.state import StateLayer
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.launch import launch
+from dovetail.nn.kernels.states import by_rows, empty_outputs, per_unit, places, row_of_chunk, rows_at, sigmoid
+
+STEP_CHANNELS, STEP_WARPS = 512, 4  # of a program
+CHANNELS_AT_ONCE, TOKENS_AT_ONCE, WARPS = 128, 16, 4
+
+
+@triton.jit
+def _conv_step(
+    x,
+    weight,
+    bias,
+    memory,
+    units,
+    lines,
+    kv_lens,
+    out,
+    x_stride,
+    unit_stride,
+    line_stride,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute some channels of one row's token, and shift its past inputs."""
+    row, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = c < CHANNELS
+    let_next_begin(PDL)
+    weights = ()
+    for i in tl.static_range(KERNEL):
+        weights += (tl.load(weight + c * KERNEL + i, mask=real, other=0.0).to(tl.float32),)
+    y = tl.load(bias + c, mask=real, other=0.0).to(tl.float32) if BIASED else tl.zeros([BLOCK], tl.float32)
+    wait(PDL)
+    held = real & (tl.load(kv_lens + row) > 1)
+    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1)
+    token = tl.load(x + row.to(tl.int64) * x_stride + c, mask=real, other=0.0)
+    past = ()
+    for i in tl.static_range(KERNEL - 1):
+        past += (tl.load(at + i, mask=held, other=0.0),)
+        y += past[i].to(tl.float32) * weights[i]
+    y += token.to(tl.float32) * weights[KERNEL - 1]
+    tl.store(out + row.to(tl.int64) * CHANNELS + c, (y * sigmoid(y)).to(out.dtype.element_ty), mask=real)
+    tl.debug_barrier()  # nothing is replaced that another thread still reads
+    for i in tl.static_range(KERNEL - 2):
+        tl.store(at + i, past[i + 1], mask=real)
+    tl.store(at + KERNEL - 2, token.to(memory.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _conv_chunk(
+    x,
+    weight,
+    bias,
+    memory,
+    units,
+    lines,
+    kv_lens,
+    query_starts,
+    chunks,
+    chunk_starts,
+    out,
+    x_stride,
+    unit_stride,
+    line_stride,
+    rows,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute some channels of a chunk."""
+    chunk, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = (c < CHANNELS)[None, :]
+    let_next_begin(PDL)
+    weights = ()
+    for i in tl.static_range(KERNEL):
+        weights += (tl.load(weight + c * KERNEL + i, mask=c < CHANNELS, other=0.0).to(tl.float32),)
+    offset = tl.load(bias + c, mask=c < CHANNELS, other=0.0).to(tl.float32)[None, :] if BIASED else 0.0
+    wait(PDL)
+    begin, end = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    if begin == end:
+        return  # padding
+    row = row_of_chunk(chunk, chunk_starts, rows)
+    first, length = tl.load(query_starts + row), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    held = (tl.load(kv_lens + row) > length) & (begin - first < KERNEL - 1)
+    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), c, c < CHANNELS, PER_UNIT, KERNEL - 1)[None, :]
+    for start in range(begin, end, TOKENS):
+        t = start + tl.arange(0, TOKENS)[:, None]
+        y = tl.zeros([TOKENS, BLOCK], tl.float32) + offset
+        for i in tl.static_range(KERNEL):
+            source = t - (KERNEL - 1) + i
+            seen = tl.load(x + source.to(tl.int64) * x_stride + c[None, :], mask=real & (source >= first) & (t < end), other=0.0)
+            y += seen.to(tl.float32) * weights[i][None, :]
+        if held:
+            for i in tl.static_range(KERNEL - 1):
+                place = t - first + i
+                y += tl.load(at + place, mask=real & (place < KERNEL - 1) & (t < end), other=0.0).to(tl.float32) * weights[i][None, :]
+        tl.store(out + t.to(tl.int64) * CHANNELS + c[None, :], (y * sigmoid(y)).to(out.dtype.element_ty), mask=real & (t < end))
+
+
+@triton.jit
+def _last_inputs(x, at, c, real, first, length, held, x_stride, KERNEL: tl.constexpr):
+    """The past inputs after `length` tokens of a row that begins at `first`."""
+    inputs = ()
+    for i in tl.static_range(KERNEL - 1):
+        offset = length - (KERNEL - 1) + i
+        new = tl.load(x + (first + offset).to(tl.int64) * x_stride + c, mask=real & (offset >= 0), other=0.0)
+        old = tl.load(at + length + i, mask=real & (offset < 0) & held, other=0.0)
+        inputs += (tl.where(offset >= 0, new.to(old.dtype), old),)
+    return inputs
+
+
+@triton.jit
+def _keep_inputs(
+    x,
+    memory,
+    units,
+    lines,
+    kv_lens,
+    query_starts,
+    checkpoint_at,
+    checkpoint_lines,
+    x_stride,
+    unit_stride,
+    line_stride,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Replace a row's past inputs, and write its checkpoint, for some channels."""
+    row, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = c < CHANNELS
+    let_next_begin(PDL)
+    wait(PDL)
+    first, length = tl.load(query_starts + row), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    kept = tl.load(checkpoint_at + row)
+    held = tl.load(kv_lens + row) > length
+    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1)
+    if kept > 0:
+        inputs = _last_inputs(x, at, c, real, first, kept, held, x_stride, KERNEL)
+        to = rows_at(memory, units, unit_stride, line_stride, tl.load(checkpoint_lines + row), c, real, PER_UNIT, KERNEL - 1)
+        for i in tl.static_range(KERNEL - 1):
+            tl.store(to + i, inputs[i], mask=real)
+    inputs = _last_inputs(x, at, c, real, first, length, held, x_stride, KERNEL)
+    tl.debug_barrier()  # nothing is replaced that another thread still reads
+    for i in tl.static_range(KERNEL - 1):
+        tl.store(at + i, inputs[i], mask=real)
+
+
+def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+    """See `dovetail.nn.state.short_conv`; weight and bias are contiguous."""
+    batch, (channels, kernel) = state.batch, weight.shape
+    x = by_rows(x)
+    out = empty_outputs(state, x, channels)
+    memory, units, unit_stride, line_stride = places(state, tensor)
+    constants = {"CHANNELS": channels, "KERNEL": kernel, "PER_UNIT": per_unit(state, tensor), **pdl_options(x.device)}
+    biases, biased = (x if bias is None else bias), bias is not None
+    if batch.decodes:
+        launch(_conv_step, (triton.cdiv(channels, STEP_CHANNELS), len(x)))(
+            x,
+            weight,
+            biases,
+            memory,
+            units,
+            batch.lines,
+            batch.kv_lens,
+            out,
+            x.stride(0),
+            unit_stride,
+            line_stride,
+            BIASED=biased,
+            BLOCK=STEP_CHANNELS,
+            num_warps=STEP_WARPS,
+            **constants,
+        )
+        return out
+    assert batch.chunks is not None
+    launch(_conv_chunk, (triton.cdiv(channels, CHANNELS_AT_ONCE), len(batch.chunks)))(
+        x,
+        weight,
+        biases,
+        memory,
+        units,
+        batch.lines,
+        batch.kv_lens,
+        batch.query_starts,
+        batch.chunks,
+        batch.chunk_starts,
+        out,
+        x.stride(0),
+        unit_stride,
+        line_stride,
+        len(batch.lines),
+        BIASED=biased,
+        TOKENS=TOKENS_AT_ONCE,
+        BLOCK=CHANNELS_AT_ONCE,
+        num_warps=WARPS,
+        **constants,
+    )
+    launch(_keep_inputs, (triton.cdiv(channels, STEP_CHANNELS), len(batch.lines)))(
+        x,
+        memory,
+        units,
+        batch.lines,
+        batch.kv_lens,
+        batch.query_starts,
+        batch.checkpoint_at,
+        batch.checkpoint_lines,
+        x.stride(0),
+        unit_stride,
+        line_stride,
+        BLOCK=STEP_CHANNELS,
+        num_warps=STEP_WARPS,
+        **constants,
+    )
+    return out

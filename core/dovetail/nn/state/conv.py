@@ -1,0 +1,88 @@
+"""Short causal convolution of each channel, over the last few tokens of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dovetail.api.model import BuildContext, WeightRule
+from dovetail.api.state import StateLayer
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
+from dovetail.nn.parameter import Part, Weight
+from dovetail.nn.state.scan import fresh, live_states
+
+
+def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+    """Return silu of the causal convolution of x [tokens, channels] with weight [channels, kernel] and bias [channels]: the last column weighs the
+    token itself, those before it earlier tokens. Tensor `tensor` of the state, [channels, kernel - 1], has a row's last inputs. Computed in
+    float32."""
+    if use_kernels(weight):
+        from dovetail.nn.kernels import short_conv as kernels
+
+        with suppress(KernelUnavailable):
+            return kernels.short_conv(x, weight, bias, state, tensor)
+    return _plain(x, weight.float(), None if bias is None else bias.float(), state, tensor)
+
+
+def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+    batch, past = state.batch, weight.shape[1] - 1
+    if batch.decodes:
+        lines = batch.lines[: len(x)]
+        seen = torch.cat([live_states(state, tensor, lines, batch.kv_lens[: len(x)] <= 1), x[:, :, None].float()], dim=2)
+        state.write(tensor, lines, seen[:, :, 1:])
+        y = (seen * weight).sum(-1)
+        return F.silu(y if bias is None else y + bias).to(x.dtype)
+    rows, lines = batch.num_rows, batch.lines[: batch.num_rows]
+    before = live_states(state, tensor, lines, fresh(batch)).transpose(1, 2)  # [rows, past, channels]
+    starts = batch.query_starts[: rows + 1].long()
+    lengths = starts.diff()
+    row_of = torch.repeat_interleave(torch.arange(rows, device=x.device), lengths, output_size=batch.num_tokens)
+    steps = torch.arange(past, device=x.device)
+    firsts = starts[:-1] + past * torch.arange(rows, device=x.device)  # of each row's part of `seen`: its past inputs, then its tokens
+    seen = x.new_empty((batch.num_tokens + past * rows, x.shape[1]), dtype=torch.float32)
+    seen[(firsts[:, None] + steps).flatten()] = before.flatten(0, 1)
+    places = torch.arange(batch.num_tokens, device=x.device) + past * (row_of + 1)
+    seen[places] = x[: batch.num_tokens].float()
+    y = sum((seen[places - past + i] * weight[:, i] for i in range(past + 1)), start=torch.zeros((), device=x.device))
+    out = x.new_zeros(x.shape)
+    out[: batch.num_tokens] = F.silu(y if bias is None else y + bias).to(x.dtype)
+    if batch.checkpoint_at is not None and batch.checkpoint_lines is not None:
+        kept = batch.checkpoint_at[:rows].nonzero()[:, 0]
+        at = firsts[kept] + batch.checkpoint_at[kept]
+        state.write(tensor, batch.checkpoint_lines[kept], seen[at[:, None] + steps].transpose(1, 2))
+    state.write(tensor, lines, seen[(firsts + lengths)[:, None] + steps].transpose(1, 2))
+    return out
+
+
+class ShortConv(nn.Module):
+    """Weight and bias of a short convolution. The channels of a checkpoint's tensor are sections (shard id -> size on this rank), each split evenly
+    over the ranks."""
+
+    def __init__(self, sections: Mapping[str, int], kernel: int, context: BuildContext, *, bias: bool) -> None:
+        super().__init__()
+        ranks, rank = context.parallel.size, context.parallel.rank
+        channels = sum(sections.values())
+        weights, biases, at = dict[str | None, Part](), dict[str | None, Part](), 0
+        for name, size in sections.items():
+            where = (0, at * ranks + rank * size, size, at)
+            weights[name] = Part((channels * ranks, 1, kernel), *where)
+            biases[name] = Part((channels * ranks,), *where)
+            at += size
+        self.weight = Weight((channels, 1, kernel), weights, context)
+        self.bias = Weight((channels,), biases, context) if bias else None
+
+    def forward(self, x: torch.Tensor, state: StateLayer, tensor: int) -> torch.Tensor:
+        """See `short_conv`."""
+        return short_conv(x, self.weight[:, 0], self.bias, state, tensor)
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        """Yield the rules for a checkpoint's `{prefix}weight` and `{prefix}bias`."""
+        for name in self.weight.parts:
+            yield WeightRule(f"{prefix}weight", self.weight, name)
+            if self.bias is not None:
+                yield WeightRule(f"{prefix}bias", self.bias, name)
