@@ -169,7 +169,7 @@ def main() -> None:
         weight_bytes = EXPERT_BYTES.get(args.checkpoint, BYTES)
         print(f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)
         for tokens in args.tokens:
-            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.gate_up), limits, weight_bytes)
+            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.gate_up, layer.down.inputs), limits, weight_bytes)
             if args.tune:
                 tell(layer, tokens, tune(layer, tokens, args.best), limits, weight_bytes)
 

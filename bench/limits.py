@@ -66,9 +66,9 @@ def copy_bytes_per_s() -> float:
 
 
 def floor_seconds(shape: Shape, lens: Sequence[tuple[int, int]], limits: Limits, shared_prefix: int = 0, expert_bytes: float = BYTES) -> float:
-    """The least time for requests of (prompt, output) tokens that all run together: each K and V read once a step, weights once a step (or the
-    arithmetic, where that takes longer), the prompts' arithmetic once. A `shared_prefix` is computed once, and read once a step. `expert_bytes`: of a
-    weight of experts, of which a step reads those that are chosen if routing is uniform."""
+    """The least time for requests of (prompt, output) tokens that all run together: each K and V read once a step, states read and written, weights
+    read once a step (or the arithmetic, where that takes longer), the prompts' arithmetic once. A `shared_prefix` is computed once, and read once a
+    step. `expert_bytes`: of a weight of experts, of which a step reads those that are chosen if routing is uniform."""
     steps = max(out for _, out in lens)
     decodes = [sum(1 for _, out in lens if out > step) for step in range(1, steps)]  # the first token of each comes from its prefill
     return busy_floor_seconds(shape, lens, decodes, limits, shared_prefix, expert_bytes)
@@ -94,6 +94,7 @@ def busy_floor_seconds(
         read[rows] += expert_bytes * shape.distinct_experts(rows) * shape.expert_weights
     products = sum(max(read[rows] / limits.copy_bytes_per_s, 2 * weights * rows / limits.flop_per_s) for rows in decodes)
     computed = sum(prompt - shared_prefix for prompt, _ in lens) + shared_prefix
-    attention = sum(2 * shape.layers * shape.heads * shape.head_size * (prompt**2 - shared_prefix**2) for prompt, _ in lens)
+    attention = sum(2 * shape.attention_layers * shape.heads * shape.head_size * (prompt**2 - shared_prefix**2) for prompt, _ in lens)
     prefill = (2 * shape.block_weights * computed + 2 * shape.head_weights * len(lens) + attention) / limits.flop_per_s
-    return reads * kv_bytes / limits.copy_bytes_per_s + products + prefill
+    states = 2 * shape.state_bytes * sum(decodes)  # read and replaced
+    return (reads * kv_bytes + states) / limits.copy_bytes_per_s + products + prefill

@@ -13,6 +13,28 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """Sizes of the layers that are Gated DeltaNets: all but every `every`-th, which has attention with an output gate."""
+
+    k_heads: int
+    v_heads: int
+    size: int  # of a head's keys and values
+    kernel: int
+    every: int
+    share_rotated: float  # of a head of attention
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return (2 * self.k_heads + self.v_heads) * self.size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's state in one layer."""
+        return 4 * self.v_heads * self.size**2 + 2 * self.channels * (self.kernel - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """The sizes of a model that decide how much a step computes."""
 
@@ -30,12 +52,27 @@ class Shape:
     experts: int = 0  # of each layer, `intermediate` wide; 0: the feed-forwards are dense
     experts_per_token: int = 0
     window: int | None = None  # of every second layer, beginning with the first; of Gemma 3, of five in six
+    delta: Delta | None = None
+    shared: int = 0  # inner size of the expert that all tokens go through
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers if self.delta is None else self.layers // self.delta.every
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's states."""
+        return 0 if self.delta is None else (self.layers - self.attention_layers) * self.delta.state_bytes
 
     @property
     def dense_weights(self) -> int:
         """Weights of all layers that every token goes through, without embedding and head."""
-        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + (self.hidden * self.experts or 3 * self.hidden * self.intermediate))
+        gates = 0 if self.delta is None else self.heads
+        mixing = self.attention_layers * self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads + gates)
+        if self.delta is not None:
+            values = self.delta.v_heads * self.delta.size
+            mixing += (self.layers - self.attention_layers) * self.hidden * (self.delta.channels + 2 * values + 2 * self.delta.v_heads)
+        return mixing + self.layers * self.hidden * (self.experts + 3 * self.shared or 3 * self.intermediate)
 
     @property
     def expert_weights(self) -> int:
@@ -57,7 +94,7 @@ class Shape:
 
     @property
     def kv_numbers_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_size
+        return 2 * self.attention_layers * self.kv_heads * self.head_size
 
 
 SHAPES = {
@@ -68,6 +105,14 @@ SHAPES = {
     "gpt-oss-20b": Shape("GptOssForCausalLM", 24, 2880, 64, 8, 64, 2880, 201_088, False, 131_072, 1.5e5, 32, 4, 128),
     "gemma-3-4b": Shape("Gemma3ForCausalLM", 34, 2560, 8, 4, 256, 10_240, 262_208, True, 131_072, 1e6, window=1024),
     "gemma-3-27b": Shape("Gemma3ForCausalLM", 62, 5376, 32, 16, 128, 21_504, 262_208, True, 131_072, 1e6, window=1024),
+    "qwen3.5-4b": Shape(
+        "Qwen3_5ForCausalLM", 32, 2560, 16, 4, 256, 9216, 248_320, True, 262_144, 1e7, delta=Delta(16, 32, 128, kernel=4, every=4, share_rotated=0.25)
+    ),
+    "qwen3-next": Shape(
+        *("Qwen3NextForCausalLM", 48, 2048, 16, 2, 256, 512, 151_936, False, 262_144, 1e7, 512, 10),
+        delta=Delta(16, 32, 128, kernel=4, every=4, share_rotated=0.25),
+        shared=512,
+    ),
     "llama-3.1-8b": Shape("LlamaForCausalLM", 32, 4096, 32, 8, 128, 14_336, 128_256, False, 131_072, 5e5),
 }
 
@@ -77,6 +122,8 @@ MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "GptOssForCausalLM": "gpt_oss",
     "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 QUANTIZED = {  # by name, the `quantization_config` of a checkpoint
@@ -96,8 +143,20 @@ def config_of(shape: Shape) -> dict[str, Any]:
     """Return the content of a checkpoint's config.json."""
     kind = MODEL_TYPES[shape.architecture]
     own: dict[str, Any] = {"rope_theta": shape.rope_theta, "rms_norm_eps": 1e-6, "attention_bias": False}
-    if kind == "qwen3_moe":
+    if kind in ("qwen3_moe", "qwen3_next"):
         own |= {"num_experts": shape.experts, "moe_intermediate_size": shape.intermediate, "norm_topk_prob": True}
+    if shape.delta is not None:
+        own |= {
+            "linear_num_key_heads": shape.delta.k_heads,
+            "linear_num_value_heads": shape.delta.v_heads,
+            "linear_key_head_dim": shape.delta.size,
+            "linear_value_head_dim": shape.delta.size,
+            "linear_conv_kernel_dim": shape.delta.kernel,
+            "full_attention_interval": shape.delta.every,
+            "partial_rotary_factor": shape.delta.share_rotated,
+        }
+    if shape.shared:
+        own["shared_expert_intermediate_size"] = shape.shared
     if kind == "gpt_oss":
         yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": shape.rope_theta}
         own = {"rope_parameters": yarn | {"original_max_position_embeddings": 4096}, "rms_norm_eps": 1e-5, "attention_bias": True}

@@ -65,4 +65,10 @@ WORKLOADS = {
     "gemma-32k": Workload("gemma-3-4b", ((32_000, 300),) * 16),
     "oss-64": Workload("gpt-oss-20b", ((8000, 300),) * 64),
     "8b-prefill": Workload("qwen3-8b", ((8192, 1),) * 16),
+    "q35-one": Workload("qwen3.5-4b", ((500, 256),)),
+    "q35-64": Workload("qwen3.5-4b", ((1024, 512),) * 64),
+    "q35-prefill": Workload("qwen3.5-4b", ((8192, 1),) * 8),
+    "next-one": Workload("qwen3-next", ((500, 256),)),
+    "next-64": Workload("qwen3-next", ((1024, 512),) * 64),
+    "next-prefill": Workload("qwen3-next", ((8192, 1),) * 8),
 }

@@ -21,6 +21,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.models.hybrids import FAMILIES
+
 MAX_LEN = 64
 
 _thetas = st.sampled_from([10.0, 10000.0, 1000000.0])
@@ -208,6 +210,55 @@ def gemma4_configs(draw: st.DrawFn) -> Any:
         return Gemma4UnifiedTextConfig(**fields)
     inputs = {"hidden_size_per_layer_input": draw(st.sampled_from([0, 4])), "vocab_size_per_layer_input": fields["vocab_size"] + 3}
     return Gemma4TextConfig(**fields, **inputs)
+
+
+@st.composite
+def hybrid_configs(draw: st.DrawFn) -> Any:
+    """Models with recurrent layers: all sizes that relate to each other, biases, multipliers, and mixtures."""
+    kind = draw(st.sampled_from(list(FAMILIES)))
+    eps = "layer_norm_epsilon" if kind == "nemotron_h" else "rms_norm_eps"
+    layers = draw(st.permutations(["linear_attention", "full_attention", draw(st.sampled_from(["linear_attention", "full_attention"]))]))
+    fields: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": layers, "attention_bias": draw(st.booleans())}
+    fields[eps] = 1e-2  # the gated norm of a few small numbers multiplies their rounding otherwise
+    if "granite" not in kind and "nemotron" not in kind:
+        keys = draw(st.integers(1, 3))
+        fields |= {
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": keys * draw(st.integers(1, 3)),
+            "linear_key_head_dim": draw(st.sampled_from([4, 16])),
+            "linear_value_head_dim": draw(st.sampled_from([3, 16])),
+            "linear_conv_kernel_dim": draw(st.integers(2, 5)),
+            "tie_word_embeddings": draw(st.booleans()),
+        }
+    groups = draw(st.integers(1, 3))
+    heads = groups * draw(st.sampled_from([1, 2]))
+    if kind == "nemotron_h":
+        del fields["attention_bias"], fields["layer_types"], fields["num_hidden_layers"]
+        fields |= {
+            "layers_block_type": draw(st.permutations(["linear_attention", "full_attention", "mlp", "moe"])),
+            "mamba_num_heads": heads,
+            "n_groups": groups,
+            "mamba_head_dim": draw(st.sampled_from([3, 8])),
+            "conv_kernel": draw(st.integers(2, 5)),
+            "use_bias": draw(st.booleans()),
+            "use_conv_bias": draw(st.booleans()),
+            "mlp_bias": draw(st.booleans()),
+            "time_step_min": draw(st.sampled_from([0.001, 0.5])),
+            "norm_topk_prob": draw(st.booleans()),
+        }
+    if "granite" in kind:
+        fields |= {
+            "mamba_n_groups": groups,
+            "mamba_n_heads": draw(st.sampled_from([8, 16])) if groups != 3 else 48,
+            "mamba_expand": 2 if groups != 3 else 3,
+            "mamba_conv_bias": draw(st.booleans()),
+            "mamba_proj_bias": draw(st.booleans()),
+            "residual_multiplier": draw(st.sampled_from([0.22, 1.0, 2.0])),
+            "time_step_limit": draw(st.sampled_from([(0.0, float("inf")), (0.2, 0.7)])),
+            "position_embedding_type": draw(st.sampled_from([None, "rope"])),
+            "tie_word_embeddings": draw(st.booleans()),
+        }
+    return FAMILIES[kind](**fields)
 
 
 @st.composite

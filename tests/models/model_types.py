@@ -25,7 +25,7 @@ from tests.models.tiny_configs import random_model, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-types.md"
 NATIVE = {target.name.partition(":")[2]: target.name.partition(":")[2] for target in MODELS if target.architectures != ("*",)}
-NATIVE |= {kind: f"{kind}_text" for kind in ("gemma3", "gemma4", "gemma4_unified")}  # the text of these
+NATIVE |= {kind: f"{kind}_text" for kind in ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")}  # the text of these
 MOST_PARAMETERS = 30_000_000
 TOKENS = 8
 PROMPTS = ([5, 6, 7], list(range(3, 43)), [*range(3, 91), *range(40)], [9])  # the third is 8 windows long

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, Gemma3Config, Mistral3Config, PreTrainedModel, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Mistral3Config,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3VLConfig,
+)
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import UnsupportedError
@@ -31,7 +39,7 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
-CONFIGS = {
+CONFIGS: dict[str, Any] = {
     "gemma3": lambda: Gemma3Config(text_config={**TEXT, "sliding_window": 16}, vision_config=VISION, mm_tokens_per_image=4, image_token_index=299),
     "mistral3": lambda: Mistral3Config(
         text_config={**TEXT, "model_type": "mistral"}, vision_config={**VISION, "model_type": "pixtral", "head_dim": 16}
@@ -40,6 +48,16 @@ CONFIGS = {
         text_config={**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
         vision_config={"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "deepstack_visual_indexes": []},
     ),
+}
+OF_STATES = {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+EYES = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+CONFIGS |= {
+    "qwen3_5": lambda: Qwen3_5Config(
+        text_config={**TEXT, **OF_STATES, "rope_parameters": MROPE, "tie_word_embeddings": True}, vision_config=EYES, tie_word_embeddings=True
+    ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeConfig(text_config={**TEXT, **OF_STATES, **EXPERTS, "rope_parameters": MROPE}, vision_config=EYES),
 }
 PROMPTS = ([5, 6, 7], list(range(3, 43)))
 

@@ -79,7 +79,7 @@ def routed(tokens: int, count: int, per_token: int, seed: int) -> tuple[torch.Te
     return choose(torch.randn(tokens, count, device=DEVICE), per_token, normalize=True)
 
 
-ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", ClampedSwiGLU(1.702, 0.5)]
+ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu2", ClampedSwiGLU(1.702, 0.5)]
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40])
@@ -110,17 +110,16 @@ FORMATS = [Float8("computed"), Float8("block", (32, 32)), PackedInt4(32, True), 
 
 @pytest.mark.parametrize("form", FORMATS, ids=repr)
 @pytest.mark.parametrize("tokens", [1, 3], ids=["pairs", "sorted"])
-@given(clamped=st.booleans(), seed=seeds)
+@given(activation=st.sampled_from(["silu", "relu2", ClampedSwiGLU(1.702, 0.5)]), seed=seeds)
 @examples(quick=4 if ON_GPU else 1, full=30)
 @pytest.mark.usefixtures("with_kernels")
-def test_experts_in_a_format_compute_what_their_dequantized_weights_do(tokens: int, form: Any, clamped: bool, seed: int) -> None:
+def test_experts_in_a_format_compute_what_their_dequantized_weights_do(tokens: int, form: Any, activation: Any, seed: int) -> None:
     whole_chunks = isinstance(form, PackedInt4) and form.group is not None  # of other sizes the twin computes
     sizes = (128, 128) if whole_chunks else [(160, 32), (128, 64)][seed % 2]
     dtype = torch.bfloat16 if ON_GPU else torch.float16
-    activation = ClampedSwiGLU(1.702, 0.5) if clamped else "silu"
-    count = 10
+    count, biased = 10, isinstance(activation, ClampedSwiGLU)
     of_device = replace(context(), dtype=dtype, device=DEVICE, weights_later=True)
-    layer = Experts(*sizes, count, of_device, activation=activation, bias=clamped, stacked=Stacked() if clamped else None)
+    layer = Experts(*sizes, count, of_device, activation=activation, bias=biased, stacked=Stacked() if biased else None)
     layer.take_format(form, DEVICE)
     torch.manual_seed(seed)
     for weight in (*layer.gate_up, *layer.down):
@@ -168,6 +167,20 @@ def test_the_largest_logits_are_chosen_and_of_equal_ones_the_first(tokens: int, 
         assert ids[token].tolist() == sorted(range(count), key=lambda expert: (-row[expert], expert))[:k]
         shares = logits[token].double().softmax(0)[ids[token].long()]
         assert_close(weights[token], shares / shares.sum() if normalize else shares)
+
+
+@given(tokens=st.integers(1, 5), normalize=st.booleans(), seed=seeds)
+@some
+@pytest.mark.usefixtures("with_kernels")
+def test_a_shared_expert_is_chosen_by_every_token_besides(tokens: int, normalize: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(tokens, 6, device=DEVICE)
+    ids, weights = choose(logits, 2, normalize=normalize, shared=True)
+    alone, shares = choose(logits[:, :5].contiguous(), 2, normalize=normalize)
+    assert torch.equal(ids, torch.cat((alone, torch.full_like(alone[:, :1], 5)), dim=1))
+    assert_close(weights, torch.cat((shares, logits[:, 5:].sigmoid()), dim=1).double())
+    with pytest.raises(UnsupportedError, match="6 experts per token are more than all 5"):
+        choose(logits, 6, normalize=normalize, shared=True)
 
 
 @runs_kernels

@@ -404,17 +404,24 @@ class Case:
     normed: bool
     dtype: torch.dtype
     seed: int
+    share: float = 1.0  # of a head that rotates
+    beside: int = 0  # heads between those of one token and of the next
+
+    @property
+    def rotated(self) -> int:
+        return int(self.size * self.share) // 2 * 2
 
     def make(self) -> tuple[torch.Tensor, QKNorm | None, Rotation]:
         torch.manual_seed(self.seed)
-        rotary = RotaryEmbedding(Rope(100.0, self.size), MAX_LEN, device=DEVICE)
+        rotary = RotaryEmbedding(Rope(100.0, self.rotated), MAX_LEN, device=DEVICE)
         rotation = rotary(torch.randint(MAX_LEN, (self.tokens,), device=DEVICE))
         head_norm = QKNorm(self.heads, self.kv_heads, self.size, 1e-6, context()) if self.normed else None
         if head_norm is not None:
             head_norm.weight.load(torch.randn(self.size), "q")
             head_norm.weight.load(torch.randn(self.size), "k")
             head_norm = head_norm.to(DEVICE, self.dtype)
-        return randn(self.tokens, self.heads + 2 * self.kv_heads, self.size, dtype=self.dtype), head_norm, rotation
+        count = self.heads + 2 * self.kv_heads
+        return randn(self.tokens, count + self.beside, self.size, dtype=self.dtype)[:, :count], head_norm, rotation
 
     def layer(self, slots: torch.Tensor, fused: bool) -> Layer:
         return Layer(LayerSpec(0, self.heads, self.kv_heads, self.size, 1.0), slots, fused)
@@ -426,7 +433,8 @@ def exact(qkv: torch.Tensor, case: Case, head_norm: QKNorm | None, rotation: Rot
     qk = torch.cat((q, k), dim=1)
     if head_norm is not None:
         qk = qk / torch.sqrt((qk**2).mean(-1, keepdim=True) + head_norm.eps) * head_norm.weight.view(-1, case.size).double()
-    turned = qk * rotation.cos.double() + torch.roll(qk, case.size // 2, -1) * rotation.sin.double()
+    first, rest = qk[..., : case.rotated], qk[..., case.rotated :]
+    turned = torch.cat((first * rotation.cos.double() + torch.roll(first, case.rotated // 2, -1) * rotation.sin.double(), rest), dim=-1)
     return *turned.split((case.heads, case.kv_heads), dim=1), v
 
 
@@ -439,6 +447,8 @@ cases = st.builds(
     normed=st.booleans(),
     dtype=dtypes,
     seed=seeds,
+    share=st.sampled_from([1.0, 0.5, 0.25, 0.0]),
+    beside=st.sampled_from([0, 3]),
 )
 
 

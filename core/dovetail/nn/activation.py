@@ -1,4 +1,4 @@
-"""Activations of gated feed-forward layers: activation(gate) * up."""
+"""Activations of feed-forward layers: activation(gate) * up, or without a gate activation(up)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxy
 )
 
 
+RELU2 = "relu2"  # relu(up)², without a gate
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
     """gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to at most `limit`, and up to +-`limit`. Used by gpt-oss."""
@@ -27,11 +30,13 @@ class ClampedSwiGLU:
     limit: float
 
 
-Activation = str | ClampedSwiGLU  # a key of `ACTIVATIONS`, multiplied by up; or another function of both
+Activation = str | ClampedSwiGLU  # a key of `ACTIVATIONS`, multiplied by up; another function of both; or `RELU2` of up alone
 
 
 def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply the activation to gate_up [tokens, 2 * size], gate first -> [tokens, size]."""
+    """Apply the activation to gate_up [tokens, 2 * size], gate first -> [tokens, size]. For `RELU2` it is up alone, [tokens, size]."""
+    if activation == RELU2:
+        return F.relu(gate_up).square()
     if isinstance(activation, str):
         return act_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dovetail.api.model import BuildContext
+from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import ACTIVATIONS, act_mul
 from dovetail.nn.format import DENSE, WeightFormat
@@ -45,6 +45,7 @@ class LinearLayer(Layer):
 
     weight: Any  # returned by the format's `allocate`
     format: WeightFormat = DENSE
+    sensitive = False  # stays plain where a plain checkpoint is quantized while loading
 
     def take_format(self, form: WeightFormat, device: torch.device) -> None:
         """Allocate the weight on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
@@ -86,6 +87,19 @@ class MergedColumnParallelLinear(LinearLayer):
         return self.format.columns(self.weight, x, self.bias, norm)
 
 
+def interleaved(pieces: Mapping[str, int], groups: int, group: ParallelGroup, what: str) -> dict[str | None, Columns]:
+    """Return the parts of a layer whose outputs in the checkpoint are `groups` equal groups, each of `pieces` (name -> size) in order, and here first
+    all groups' first pieces, then all second ones, …: of q and a gate for each head, "q0", "q1", …, "gate0", …. Ranks split the groups. Raises
+    `UnsupportedError` that names `what` if they can't."""
+    own, size = share(groups, group, what), sum(pieces.values())
+    starts = range(group.rank * own * size, (group.rank + 1) * own * size, size)
+    parts, at = dict[str | None, Columns](), 0
+    for name, piece in pieces.items():
+        parts |= {f"{name}{index}": Columns(groups * size, start + at, piece) for index, start in enumerate(starts)}
+        at += piece
+    return parts
+
+
 class ReplicatedLinear(MergedColumnParallelLinear):
     """x [tokens, in] -> [tokens, out], all of them on every rank."""
 
@@ -102,32 +116,41 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """x [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_size] for this rank's heads: q, then k, then v.
+    """x [tokens, hidden] -> [tokens, (heads + 2 * kv_heads) * head_size] for this rank's heads: q, then k, then v, then the gates if it is `gated`.
 
     Arguments are those of the whole model. With more ranks than K and V heads, several ranks hold the same head. Shard ids: "q", "k", "v";
-    without K and V heads only "q".
+    without K and V heads only "q". `gated`: each head of q in the checkpoint is followed by its gate, of the same size; shard ids "q0", "gate0", …
     """
 
-    def __init__(self, hidden_size: int, heads: int, kv_heads: int, head_size: int, context: BuildContext, *, bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, heads: int, kv_heads: int, head_size: int, context: BuildContext, *, bias: bool, gated: bool = False
+    ) -> None:
         own = share(heads, context.parallel, "num_attention_heads")
-        parts: dict[str | None, Columns] = {"q": Columns(heads * head_size, context.parallel.rank * own * head_size, own * head_size)}
+        q: dict[str | None, Columns] = {"q": Columns(heads * head_size, context.parallel.rank * own * head_size, own * head_size)}
+        if gated:
+            q = interleaved({"q": head_size, "gate": head_size}, heads, context.parallel, "num_attention_heads")
+        kv: dict[str | None, Columns] = {}
         if kv_heads:
             first_kv, own_kv = kv_share(kv_heads, context.parallel)
-            parts["k"] = parts["v"] = Columns(kv_heads * head_size, first_kv * head_size, own_kv * head_size)
-        super().__init__(hidden_size, parts, context, bias=bias)
+            kv["k"] = kv["v"] = Columns(kv_heads * head_size, first_kv * head_size, own_kv * head_size)
+        gates = dict(list(q.items())[own:])
+        super().__init__(hidden_size, {**dict(list(q.items())[:own]), **kv, **gates}, context, bias=bias)
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
     """x [tokens, hidden], normed first if `norm` is given -> activation(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, context: BuildContext, *, bias: bool, activation: str = "silu") -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, context: BuildContext, *, bias: bool, activation: str = "silu", stacked: bool = False
+    ) -> None:
         """`activation`: a key of `dovetail.nn.activation.ACTIVATIONS`, named like `hidden_act` in a Hugging Face config; only silu is fused into
-        the product's kernels. Raises `UnsupportedError` for any other."""
+        the product's kernels. `stacked`: the checkpoint has both in one tensor, gates first. Raises `UnsupportedError` for any other activation."""
         if activation not in ACTIVATIONS:
             raise UnsupportedError(f"hidden_act = {activation!r} is not implemented (implemented: {', '.join(ACTIVATIONS)})")
         size = share(intermediate_size, context.parallel, "intermediate_size")
-        part = Columns(intermediate_size, context.parallel.rank * size, size)
-        super().__init__(hidden_size, {"gate": part, "up": part}, context, bias=bias)
+        outputs, first = intermediate_size * (2 if stacked else 1), context.parallel.rank * size
+        up = first + outputs - intermediate_size
+        super().__init__(hidden_size, {"gate": Columns(outputs, first, size), "up": Columns(outputs, up, size)}, context, bias=bias)
         self.activation = activation
 
     def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from dovetail.api.model import BuildContext, WeightRule
 from dovetail.errors import UnsupportedError
-from dovetail.nn.activation import ACTIVATIONS, Activation
+from dovetail.nn.activation import ACTIVATIONS, RELU2, Activation
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.format.base import ExpertLayers
 from dovetail.nn.kernels.available import use_kernels
@@ -31,11 +31,15 @@ from dovetail.nn.residual import Residual
 
 
 class Router(Layer):
-    """x [tokens, hidden] -> logits [tokens, experts] float32, the same on every rank. Its weight is never quantized."""
+    """x [tokens, hidden] -> logits [tokens, experts] float32, the same on every rank. Its weight is never quantized. `shared`: the last logit is one
+    more, of an expert that all tokens go through; its weight [1, hidden] has the shard id "shared"."""
 
-    def __init__(self, hidden: int, count: int, context: BuildContext, *, bias: bool = False) -> None:
+    def __init__(self, hidden: int, count: int, context: BuildContext, *, bias: bool = False, shared: bool = False) -> None:
         super().__init__()
-        self.weight = whole((count, hidden), context)
+        parts: dict[str | None, Part] = {None: Part((count, hidden), 0, 0, count)}
+        if shared:
+            parts["shared"] = Part((1, hidden), 0, 0, 1, at=count)
+        self.weight = Weight((count + shared, hidden), parts, context)
         self.bias = whole((count,), context) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,16 +51,20 @@ class Router(Layer):
         return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
-def choose(logits: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids [tokens, k] int32 of each token's largest logits [tokens, experts], descending, ties by lowest id; and their softmax [tokens,
-    k] float32 over all experts, or, if `normalize`, over the chosen ones. Raises `UnsupportedError` if there are fewer than k experts."""
-    if k > logits.shape[1]:
-        raise UnsupportedError(f"{k} experts per token are more than all {logits.shape[1]}")
+    k] float32 over all experts, or, if `normalize`, over the chosen ones. `shared`: the last logit isn't among these; its expert is added to the ids
+    of every token, weighted by the logit's sigmoid. Raises `UnsupportedError` if there are fewer than k experts."""
+    if k > logits.shape[1] - shared:
+        raise UnsupportedError(f"{k} experts per token are more than all {logits.shape[1] - shared}")
     if use_kernels(logits):
         from dovetail.nn.kernels import routing
 
         with suppress(KernelUnavailable):
-            return routing.choose(logits, k, normalize)
+            return routing.choose(logits, k, normalize, shared)
+    if shared:
+        ids, weights = choose(logits[:, :-1], k, normalize=normalize)
+        return F.pad(ids, (0, 1), value=logits.shape[1] - 1), torch.cat((weights, logits[:, -1:].float().sigmoid()), dim=1)
     values, ids = (x[:, :k] for x in logits.float().sort(dim=-1, descending=True, stable=True))
     shares = values.softmax(-1) if normalize else (values - logits.float().logsumexp(-1, keepdim=True)).exp()
     return ids.to(torch.int32).contiguous(), shares.contiguous()
@@ -65,15 +73,16 @@ def choose(logits: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tens
 @dataclass(frozen=True, slots=True)
 class Stacked:
     """Layout of a checkpoint with all experts in one tensor. `interleaved`: gates and ups alternate. `transposed`: plain weights are
-    [experts, inputs, outputs]."""
+    [experts, inputs, outputs]. `optional`: the checkpoint may have a tensor for each expert instead."""
 
     interleaved: bool = False
     transposed: bool = False
+    optional: bool = False
 
 
 class Experts(nn.Module):
-    """`count` gated feed-forwards: down(activation(gate(x)) * up(x)), or another function of gate and up, with weights in a format of
-    `dovetail.nn.format`."""
+    """`count` feed-forwards: down(activation(gate(x)) * up(x)), another function of gate and up, or, without gates, down(relu(up(x))²). Weights are
+    in a format of `dovetail.nn.format`."""
 
     format: WeightFormat = DENSE
 
@@ -88,42 +97,63 @@ class Experts(nn.Module):
         stacked: Stacked | None = None,
         *,
         per_token: int | None = None,
+        shared: bool = False,
     ) -> None:
         """`stacked`: the checkpoint has one tensor for all experts; `bias` requires it. `per_token`: experts of a token, to estimate the work of a
-        step. Raises `UnsupportedError` for an unknown activation, for `bias` without `stacked`, and if `inner` can't be split over the ranks."""
+        step. `shared`: there is one more expert, which the checkpoint has by itself; not with `bias`. Raises `UnsupportedError` for an unknown
+        activation, for `bias` without `stacked`, and if `inner` can't be split over the ranks."""
         super().__init__()
-        if isinstance(activation, str) and activation not in ACTIVATIONS:
-            raise UnsupportedError(f"activation {activation!r} of experts is not implemented (implemented: {', '.join(ACTIVATIONS)})")
+        if isinstance(activation, str) and activation not in (*ACTIVATIONS, RELU2):
+            raise UnsupportedError(f"activation {activation!r} of experts is not implemented (implemented: {', '.join((*ACTIVATIONS, RELU2))})")
         if bias and stacked is None:
             raise UnsupportedError("biases of experts are implemented only for checkpoints with all experts in one tensor (stacked)")
         self.group, self.activation, self.stacked = context.parallel, activation, stacked
-        self.share_per_token = (per_token or count) / count
+        self.share_per_token = ((per_token or count) + shared) / (count + shared)
+        self.shared = count if shared else None  # its id
+        self.layouts = (stacked, None) if stacked is not None and stacked.optional else (stacked,)
         size = share(inner, self.group, "the inner size of experts")
-        first = self.group.rank * size
-        stride = 2 if stacked is not None and stacked.interleaved else 1
-        starts = {"gate": stride * first, "up": stride * first + (0 if stacked is None else 1 if stride == 2 else inner)}
-        rows = inner if stacked is None else 2 * inner
+        names = ("up",) if activation == RELU2 else ("gate", "up")
+        held, at = len(names) * size, range(0, len(names) * size, size)  # outputs of the first layer
+
+        def first_parts(expert: int | None, layout: Stacked | None) -> dict[str | None, Part]:
+            """The parts of an expert's first layer; without an expert, of all biases."""
+            rows = inner if layout is None else len(names) * inner
+            stride = 2 if layout is not None and layout.interleaved else 1
+            next_name = 0 if layout is None else 1 if stride == 2 else inner
+            starts = [stride * self.group.rank * size + index * next_name for index in range(len(names))]
+            shape, dim = ((rows, hidden), 0) if expert is not None else ((count, rows), 1)
+            whose = None if layout is None or expert is None else (expert, count)
+            turned = layout is not None and layout.transposed and expert is not None
+            return {
+                self._part(name, layout): Part(shape, dim, start, size, place, stride=stride, expert=whose, transposed=turned)
+                for name, start, place in zip(names, starts, at, strict=True)
+            }
+
+        def down_part(expert: int, layout: Stacked | None) -> Part:
+            whose = None if layout is None else (expert, count)
+            return Part((hidden, inner), 1, self.group.rank * size, size, expert=whose, transposed=layout is not None and layout.transposed)
 
         def gate_up_of(expert: int) -> dict[str | None, Part]:
-            whose = None if stacked is None else (expert, count)
-            turned = stacked is not None and stacked.transposed
-            both = zip(starts.items(), (0, size), strict=True)
-            return {name: Part((rows, hidden), 0, start, size, at, stride=stride, expert=whose, transposed=turned) for (name, start), at in both}
+            return {name: part for layout in self._layouts_of(expert) for name, part in first_parts(expert, layout).items()}
 
         def down_of(expert: int) -> dict[str | None, Part]:
-            whose = None if stacked is None else (expert, count)
-            return {None: Part((hidden, inner), 1, first, size, expert=whose, transposed=stacked is not None and stacked.transposed)}
+            return {self._part(None, layout): down_part(expert, layout) for layout in self._layouts_of(expert)}
 
-        self.gate_up = nn.ParameterList(Weight((2 * size, hidden), gate_up_of(index), context, later=True) for index in range(count))
-        self.down = nn.ParameterList(Weight((hidden, size), down_of(index), context, later=True) for index in range(count))
+        self.gate_up = nn.ParameterList(Weight((held, hidden), gate_up_of(index), context, later=True) for index in range(count + shared))
+        self.down = nn.ParameterList(Weight((hidden, size), down_of(index), context, later=True) for index in range(count + shared))
         self.gate_up_bias = self.down_bias = None
         if bias:
-            both = zip(starts.items(), (0, size), strict=True)
-            parts: dict[str | None, Part] = {name: Part((count, rows), 1, start, size, at, stride=stride) for (name, start), at in both}
-            self.gate_up_bias = Weight((count, 2 * size), parts, context)
+            self.gate_up_bias = Weight((count, held), first_parts(None, stacked), context)
             self.down_bias = whole((count, hidden), context)
         if not context.weights_later:
             self.take_format(DENSE, context.device)
+
+    def _layouts_of(self, expert: int) -> tuple[Stacked | None, ...]:
+        return (None,) if expert == self.shared else self.layouts
+
+    def _part(self, name: str | None, layout: Stacked | None) -> str | None:
+        """Return the shard id of a part in a layout: each has its own if there are two."""
+        return name if layout is None or len(self.layouts) == 1 else f"{name or 'down'} of all"
 
     def take_format(self, form: WeightFormat, device: torch.device) -> None:
         """Allocate the weights on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
@@ -150,18 +180,24 @@ class Experts(nn.Module):
         else:
             place.copy_(parts.sum(0))
 
-    def weights(self, prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Iterator[WeightRule]:
+    def weights(
+        self,
+        prefix: str,
+        gate: str = "gate_proj",
+        up: str = "up_proj",
+        down: str = "down_proj",
+        both: str = "gate_up_proj",
+        shared: str = "",
+    ) -> Iterator[WeightRule]:
         """Yield the rules for a checkpoint's tensors: `{prefix}3.{gate}.weight` for expert 3 and so on; or, if one tensor has all experts,
-        `{prefix}gate_up_proj` and `{prefix}{down}`, with the suffix `_bias` for biases."""
-        for index, (both, back) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            one = f"{prefix}{index}."
-            names = (f"{one}{gate}.weight", f"{one}{up}.weight", f"{one}{down}.weight")
-            if self.stacked is not None:
-                names = (f"{prefix}gate_up_proj", f"{prefix}gate_up_proj", f"{prefix}{down}")
-            yield WeightRule(names[0], both, "gate")
-            yield WeightRule(names[1], both, "up")
-            yield WeightRule(names[2], back)
+        `{prefix}{both}` and `{prefix}{down}`, with the suffix `_bias` for biases. `shared`: the prefix of the shared expert's."""
+        for index, (first, back) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            for layout in self._layouts_of(index):
+                one = shared if index == self.shared else f"{prefix}{index}."
+                for name, own in (("gate", gate), ("up", up)):
+                    if (part := self._part(name, layout)) in first.parts:
+                        yield WeightRule(f"{one}{own}.weight" if layout is None else f"{prefix}{both}", first, part)
+                yield WeightRule(f"{one}{down}.weight" if layout is None else f"{prefix}{down}", back, self._part(None, layout))
         if self.gate_up_bias is not None:
-            yield WeightRule(f"{prefix}gate_up_proj_bias", self.gate_up_bias, "gate")
-            yield WeightRule(f"{prefix}gate_up_proj_bias", self.gate_up_bias, "up")
+            yield from (WeightRule(f"{prefix}{both}_bias", self.gate_up_bias, part) for part in self.gate_up_bias.parts)
             yield WeightRule(f"{prefix}{down}_bias", self.down_bias)

@@ -19,7 +19,8 @@ from dovetail.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Unscaled rotary embedding: dimension pair i rotates by position * theta^(-2i / head_size)."""
+    """Unscaled rotary embedding: dimension pair i rotates by position * theta^(-2i / head_size). Of longer heads only the first `head_size` numbers
+    rotate, of 0 none."""
 
     theta: float
     head_size: int
@@ -143,9 +144,9 @@ _KEYS = {
 }
 
 
-def rope_reasons_against(parameters: Mapping[str, Any]) -> list[str]:
+def rope_reasons_against(parameters: Mapping[str, Any], *, partial: bool = False) -> list[str]:
     """Return the reasons why `rope_from_config` can't serve these `rope_parameters` of a Hugging Face config, each naming the key; empty if it
-    can."""
+    can. `partial`: the model reads `partial_rotary_factor`."""
     kind = parameters.get("rope_type", "default")
     if kind not in _KEYS:
         return [f"rope_parameters: rope_type {kind!r} is not implemented (implemented: {', '.join(_KEYS)})"]
@@ -158,7 +159,10 @@ def rope_reasons_against(parameters: Mapping[str, Any]) -> list[str]:
         if key in optional and not (value is None or (_is_number(value) and value >= 0)):
             reasons.append(f"rope_parameters: {key} = {value!r} must be a number >= 0")
         if key == "partial_rotary_factor" and key not in optional and value not in (None, 1):
-            reasons.append(f"partial_rotary_factor = {value!r} is not implemented (only 1)")
+            if not partial:
+                reasons.append(f"partial_rotary_factor = {value!r} is not implemented (only 1)")
+            elif not _is_number(value) or not 0 < value <= 1:
+                reasons.append(f"partial_rotary_factor = {value!r} must be more than 0 and at most 1")
         known = (*required, *optional, *_KEYS[kind].passed_over, "rope_type", "type", "partial_rotary_factor")
         if key not in known and value is not None:
             reasons.append(f"rope_parameters: {key} = {value!r} is not implemented for rope_type {kind!r}")
@@ -169,10 +173,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def rope_from_config(parameters: Mapping[str, Any], head_size: int) -> Rope:
-    """Return the rope for `rope_parameters` of a Hugging Face config. Raises `UnsupportedError` with the reasons of `rope_reasons_against`."""
-    if reasons := rope_reasons_against(parameters):
+def rope_from_config(parameters: Mapping[str, Any], head_size: int, *, partial: bool = False) -> Rope:
+    """Return the rope for `rope_parameters` of a Hugging Face config. `partial`: `partial_rotary_factor` gives the share of a head that rotates.
+    Raises `UnsupportedError` with the reasons of `rope_reasons_against`."""
+    if reasons := rope_reasons_against(parameters, partial=partial):
         raise UnsupportedError("; ".join(reasons))
+    if partial and (share := parameters.get("partial_rotary_factor")) is not None:
+        head_size = int(head_size * share)
     return _MAKERS[parameters.get("rope_type", "default")](parameters, parameters["rope_theta"], head_size)
 
 
@@ -214,17 +221,17 @@ class Rotation:
     """Rotary embedding of one step's tokens, the same for all layers: the rows `positions` of `table`. Kernels read these directly; plain torch
     uses `cos` and `sin`, which hold the same rows."""
 
-    table: torch.Tensor  # [max_len, head_size] float32: cos of each pair, then sin of each pair
+    table: torch.Tensor  # [max_len, rotated] float32: cos of each pair, then sin of each pair
     positions: torch.Tensor  # [tokens] int64
 
     @property
     def cos(self) -> torch.Tensor:
-        """[tokens, 1, head_size] float32."""
+        """[tokens, 1, rotated] float32."""
         return self._spelled_out[0]
 
     @property
     def sin(self) -> torch.Tensor:
-        """[tokens, 1, head_size] float32; the first half is negated."""
+        """[tokens, 1, rotated] float32; the first half is negated."""
         return self._spelled_out[1]
 
     @cached_property
@@ -234,7 +241,11 @@ class Rotation:
 
 
 def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate x [tokens, heads, head_size]: pair i is dimensions i and i + head_size / 2. Computed in float32, returned in x's dtype."""
+    """Rotate the first numbers of x [tokens, heads, head_size], as many as the table has: pair i is dimensions i and i + rotated / 2. Computed in
+    float32, returned in x's dtype."""
+    size = rotation.table.shape[1]
+    if size < x.shape[-1]:
+        return torch.cat((apply_rotary(x[..., :size], rotation), x[..., size:]), dim=-1) if size else x
     wide = x.float()
     turned = torch.roll(wide, x.shape[-1] // 2, -1)
     return torch.addcmul(wide * rotation.cos, turned, rotation.sin).to(x.dtype)
@@ -243,7 +254,7 @@ def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 class RotaryEmbedding(nn.Module):
     """positions [tokens] int64, each < max_len -> the step's `Rotation`."""
 
-    table: torch.Tensor  # [max_len, head_size] float32
+    table: torch.Tensor  # [max_len, rope.head_size] float32
 
     def __init__(self, rope: Rope, max_len: int, *, device: torch.device) -> None:
         super().__init__()

@@ -104,7 +104,8 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
     for layer in layers:
         modules = list(dict.fromkeys(name for weight in layer.placed_weights() for name in names.get(id(weight), [])))
         try:
-            layer.take_format(_format_of(quantization, modules) if modules else DENSE, device)
+            stays_plain = not modules or (getattr(layer, "sensitive", False) and getattr(quantization, "config", None) is None)
+            layer.take_format(DENSE if stays_plain else _format_of(quantization, modules), device)
         except UnsupportedError as error:
             raise UnsupportedError(f"{some_of(modules)}: {error}") from error
     if all(layer.format == DENSE for layer in layers):

@@ -20,6 +20,7 @@ from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
 log = logging.getLogger("dovetail")
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
+Place = tuple[int, int | str | None]  # of a tensor in the model
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -57,7 +58,7 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     _check_names(rules, {name: path for name, path in files.items() if name in rules} if partly else files, Path(directory))
     todo = [name for name in files if any(rule.parameter is not None for rule in rules.get(name, ()))]
     _expect(rule for name in todo for rule in rules[name])
-    loaded: set[tuple[int, str | None]] = set()
+    loaded: set[Place] = set()
     done = 0
     for path in dict.fromkeys(files.values()):
         with _opened(path) as file:
@@ -117,8 +118,15 @@ def _text_names(names: Iterable[str]) -> dict[str, str]:
     return renamed
 
 
-def _load_one(rule: WeightRule, source: Any, loaded: set[tuple[int, str | None]]) -> None:
-    place = (id(rule.parameter), rule.shard_id)
+def place_of(rule: WeightRule) -> Place:
+    """Return where a rule's tensor goes: the parameter, and where the part begins. Of parts for different layouts of a checkpoint it is the same."""
+    owner = rule.parameter.weight if isinstance(rule.parameter, CheckpointTensor) else rule.parameter
+    part = getattr(owner, "parts", {}).get(rule.shard_id)
+    return id(rule.parameter), rule.shard_id if part is None else part.at
+
+
+def _load_one(rule: WeightRule, source: Any, loaded: set[Place]) -> None:
+    place = place_of(rule)
     if place not in loaded:
         rule.parameter.load(source, rule.shard_id, rule.transform)
         loaded.add(place)
@@ -134,9 +142,10 @@ def _load_one(rule: WeightRule, source: Any, loaded: set[tuple[int, str | None]]
 def dummy_weights(model: Any, seed: int) -> None:
     """Random weights instead of a checkpoint's: normal with standard deviation 0.02, and 1 for norms. The same seed gives the same model on a
     kind of device, over however many ranks."""
-    filled: set[tuple[int, str | None]] = set()
+    filled: set[Place] = set()
+    drawn = "", torch.empty(0)
     for rule in model.weights():
-        weight, place = rule.parameter, (id(rule.parameter), rule.shard_id)
+        weight, place = rule.parameter, place_of(rule)
         if weight is None or place in filled:
             continue
         filled.add(place)
@@ -145,7 +154,9 @@ def dummy_weights(model: Any, seed: int) -> None:
             weight.load(torch.ones(part.source_shape, device=weight.device), rule.shard_id)
             continue
         name = rule.source if part.expert is None else f"{rule.source} {part.expert[0]}"
-        weight.load(part.whole(random_numbers(part.source_shape, name, seed, weight.device)), rule.shard_id)
+        if name != drawn[0]:  # several parts of one tensor follow each other
+            drawn = name, random_numbers(part.source_shape, name, seed, weight.device)
+        weight.load(part.whole(drawn[1]), rule.shard_id)
 
 
 def random_numbers(shape: Sequence[int], name: str, seed: int, device: torch.device) -> torch.Tensor:
@@ -166,11 +177,9 @@ def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
 
 def _check_names(rules: Mapping[str, list[WeightRule]], files: Mapping[str, Path], directory: Path) -> None:
     """Check that the checkpoint has everything the model needs, and nothing that it doesn't know."""
-    found = {(id(rule.parameter), rule.shard_id) for name in files for rule in rules.get(name, ())}
+    found = {place_of(rule) for name in files for rule in rules.get(name, ())}
     missing = [
-        some[0].source
-        for name, some in rules.items()
-        if name not in files and any(not rule.optional and (id(rule.parameter), rule.shard_id) not in found for rule in some)
+        some[0].source for name, some in rules.items() if name not in files and any(not (rule.optional or place_of(rule) in found) for rule in some)
     ]
     extra = [name for name in files if name not in rules and not name.endswith(_COMPUTED + _OF_THE_CACHE)]
     problems = []

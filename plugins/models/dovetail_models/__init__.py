@@ -36,6 +36,11 @@ def dovetail_components() -> list[ComponentSpec]:
         _model("deepseek_v2", "DeepseekV2", "DeepseekV2ForCausalLM", "DeepSeek-V2, latent attention and experts", module="deepseek"),
         _model("deepseek_v3", "DeepseekV3", "DeepseekV3ForCausalLM", "DeepSeek-V3, latent attention and experts", module="deepseek"),
         _model("glm4_moe_lite", "Glm4MoeLite", "Glm4MoeLiteForCausalLM", "GLM-4.7-Flash, latent attention and experts", module="deepseek"),
+        _model("qwen3_next", "Qwen3Next", "Qwen3NextForCausalLM", "Qwen3-Next, recurrent layers and experts"),
+        _model("qwen3_5_text", "Qwen35", "Qwen3_5ForCausalLM", "Qwen3.5, text, recurrent layers", module="qwen3_next"),
+        _model("qwen3_5_moe_text", "Qwen35Moe", "Qwen3_5MoeForCausalLM", "Qwen3.5, text, recurrent layers and experts", module="qwen3_next"),
+        _model("nemotron_h", "NemotronH", "NemotronHForCausalLM", "Nemotron-H, recurrent layers"),
+        _model("granitemoehybrid", "GraniteMoeHybrid", "GraniteMoeHybridForCausalLM", "Granite 4, recurrent layers", module="granite"),
         _model("transformers", "Transformers", "*", "all other architectures of transformers, with transformers' own code"),
     ]
 

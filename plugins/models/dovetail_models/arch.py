@@ -139,21 +139,26 @@ def head_size(config: Any) -> int:
 
 def base_shape(config: Any, **special: Any) -> DecoderShape:
     """Return the shape given by a config's common fields, with `special` fields of `DecoderShape` for the model's own."""
+    return DecoderShape(**shape_fields(config, **special))
+
+
+def shape_fields(config: Any, **special: Any) -> dict[str, Any]:
+    """Return the fields of `base_shape`."""
     size = head_size(config)
     common = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": getattr(config, "intermediate_size", 0),
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_size": size,
         "windows": (None,) * config.num_hidden_layers,
         "rope": special.get("rope") or rope_from_config(config.rope_parameters, size),
         "max_len": model_length(config),
-        "norm_eps": config.rms_norm_eps,
+        "norm_eps": getattr(config, "rms_norm_eps", None),
         "tied": config.tie_word_embeddings,
     }
-    return DecoderShape(**(common | special))
+    return common | special
 
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
@@ -191,7 +196,7 @@ def experts_reasons(config: Any, count_name: str, inner_name: str = "moe_interme
 
 
 def _wrong_sizes(config: Any) -> list[str]:
-    reasons = [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if getattr(config, name) < 1]
+    reasons = [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if getattr(config, name, 1) < 1]
     if reasons:
         return reasons
     if config.num_attention_heads % config.num_key_value_heads:

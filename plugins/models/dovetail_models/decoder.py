@@ -6,7 +6,7 @@ Differences between models are fields of `DecoderShape`; each model's file fills
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +15,10 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
-from dovetail.nn.activation import Activation
+from dovetail.nn.activation import RELU2, Activation
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer, LayerList
-from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from dovetail.nn.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import Part, Weight, kv_share, share
@@ -43,6 +43,8 @@ class ExpertsShape:
     stacked: Stacked | None = None  # the checkpoint has one tensor for all experts
     router: str = "gate"  # its name in a checkpoint
     shared_inner: int = 0  # of a feed-forward that all tokens go through besides
+    shared: str = "shared_experts"  # its name in a checkpoint
+    shared_gate: bool = False  # each token multiplies what it gets of that feed-forward by the sigmoid of a logit
     grouping: Grouping | None = None  # None: the experts with the largest logits
 
 
@@ -72,7 +74,7 @@ class DecoderShape:
     scale: float | None = None  # of attention scores; None: head_size**-0.5
     softcap: float | None = None  # of attention scores: see `LayerSpec.softcap`
     logit_softcap: float | None = None  # a logit x becomes logit_softcap * tanh(x / logit_softcap)
-    activation: str = "silu"  # of dense feed-forwards
+    activation: str = "silu"  # of dense feed-forwards; `RELU2`: they have no gate
     embedding_scale: float = 1.0  # multiplies embeddings, rounded to their dtype
     sandwich: bool = False  # also norm what attention and feed-forward add to the residual stream
     norms_around_one: bool = False  # norms multiply by 1 + w for w in the checkpoint; their weights are kept in float32
@@ -80,6 +82,9 @@ class DecoderShape:
     shares: int | None = None  # a layer's: see `LayerSpec.shares`
     v_is_k: bool = False  # V is made of K's projection, before K's norm and rotation
     v_norm: bool = False  # norm the heads of V, without a weight
+    gated: bool = False  # attention's output is multiplied by the sigmoid of a gate, which the checkpoint has with q
+    mlp_stacked: bool = False  # gate and up of dense feed-forwards are one tensor of the checkpoint
+    logit_divisor: float = 1.0
 
     @property
     def num_layers(self) -> int:
@@ -119,7 +124,8 @@ class Attention(nn.Module):
         super().__init__()
         hidden, size, shares = shape.hidden_size, shape.head_size, shape.shares is not None
         self.shape = shape
-        self.qkv_proj = QKVParallelLinear(hidden, shape.heads, 0 if shares else shape.kv_heads, size, context, bias=shape.qkv_bias)
+        kv_heads = 0 if shares else shape.kv_heads
+        self.qkv_proj = QKVParallelLinear(hidden, shape.heads, kv_heads, size, context, bias=shape.qkv_bias, gated=shape.gated)
         self.o_proj = RowParallelLinear(shape.heads * size, hidden, context, bias=shape.output_bias)
         spec = shape.layer_spec(index, context.parallel)
         self.qk_norm: QKNorm | None = None
@@ -135,18 +141,25 @@ class Attention(nn.Module):
 
     def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
         qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.shape.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
+        gate = None
+        if self.shape.gated:
+            qkv, gate = qkv.tensor_split((-self.attn.spec.heads,), dim=1)
         if self.shape.v_norm and self.shape.shares is None:
             v = qkv[:, -self.attn.spec.kv_heads :]
             v.copy_(F.rms_norm(v, v.shape[-1:], None, self.shape.norm_eps))
         q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
-        out = self.attn.attend(q).flatten(1)
+        out = self.attn.attend(q)
+        if gate is not None:
+            out = out * gate.sigmoid()
+        out = out.flatten(1)
         if wanted is not None:
             residual.keep(wanted)
             out = out.index_select(0, wanted)
         _add(self.o_proj, residual, out, self.output_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        parts: dict[str, tuple[Layer, str | None]] = {"q_proj": (self.qkv_proj, "q"), "o_proj": (self.o_proj, None)}
+        parts: dict[str, tuple[Layer, str | None]] = {"o_proj": (self.o_proj, None)}
+        yield from part_rules(prefix, "q_proj", self.qkv_proj, lambda part: part not in ("k", "v"))
         if self.qk_norm is not None:
             parts["q_norm"] = (self.qk_norm, "q")
         if self.shape.shares is None:
@@ -172,24 +185,35 @@ def _add(layer: RowParallelLinear, residual: Residual, x: torch.Tensor, norm: RM
 
 
 class FeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), or without gates down(relu(up(x))²)."""
 
     def __init__(self, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
-        hidden, inner = shape.hidden_size, shape.intermediate_size
-        self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=shape.mlp_bias, activation=shape.activation)
+        hidden, inner, bias, activation = shape.hidden_size, shape.intermediate_size, shape.mlp_bias, shape.activation
+        self.gate_up_proj = self.up_proj = None
+        if activation == RELU2:
+            self.up_proj = ColumnParallelLinear(hidden, inner, context, bias=bias)
+        else:
+            self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=bias, activation=activation, stacked=shape.mlp_stacked)
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=shape.mlp_bias)
         self.output_norm = shape.norm(context) if shape.sandwich else None
 
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
-        _add(self.down_proj, residual, self.gate_up_proj(residual, norm), self.output_norm)
+        _add(self.down_proj, residual, self.inner(residual, norm), self.output_norm)
+
+    def inner(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+        """Return the input of `down_proj`."""
+        if self.gate_up_proj is not None:
+            return self.gate_up_proj(x, norm)
+        assert self.up_proj is not None
+        return self.up_proj(x, norm).relu_().square_()
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        parts: dict[str, tuple[Layer, str | None]] = {
-            "gate_proj": (self.gate_up_proj, "gate"),
-            "up_proj": (self.gate_up_proj, "up"),
-            "down_proj": (self.down_proj, None),
-        }
+        parts: dict[str, tuple[Layer, str | None]] = {"down_proj": (self.down_proj, None)}
+        if self.gate_up_proj is not None:
+            parts = {"gate_proj": (self.gate_up_proj, "gate"), "up_proj": (self.gate_up_proj, "up"), **parts}
+        if self.up_proj is not None:
+            parts = {"up_proj": (self.up_proj, None), **parts}
         yield from _rules(prefix, parts)
 
 
@@ -199,28 +223,42 @@ class SparseFeedForward(nn.Module):
     def __init__(self, decoder: DecoderShape, shape: ExpertsShape, context: BuildContext) -> None:
         super().__init__()
         self.shape, hidden, grouping = shape, decoder.hidden_size, shape.grouping
+        # a shared expert of the same size is computed with the others, unless a checkpoint may store it in another format
+        self.merged = shape.shared_gate and shape.shared_inner == shape.inner and not context.weights_later
         if grouping is None:
-            self.router = Router(hidden, shape.count, context, bias=shape.bias)
+            self.router = Router(hidden, shape.count, context, bias=shape.bias, shared=self.merged)
         else:
             self.router = GroupedRouter(hidden, shape.count, grouping, context)
-        self.shared = FeedForward(replace(decoder, intermediate_size=shape.shared_inner), context) if shape.shared_inner else None
-        self.experts = Experts(hidden, shape.inner, shape.count, context, shape.activation, shape.bias, shape.stacked, per_token=shape.per_token)
+        self.shared = self.shared_gate = None
+        if shape.shared_inner and not self.merged:
+            self.shared = FeedForward(replace(decoder, intermediate_size=shape.shared_inner), context)
+            self.shared_gate = Router(hidden, 1, context) if shape.shared_gate else None
+        self.experts = Experts(
+            hidden, shape.inner, shape.count, context, shape.activation, shape.bias, shape.stacked, per_token=shape.per_token, shared=self.merged
+        )
 
     def add_to(self, residual: Residual, norm: RMSNorm) -> None:
         x = residual.normed(norm)
         if isinstance(self.router, GroupedRouter):
             ids, weights = self.router.choose(x, self.shape.per_token, normalize=self.shape.normalize)
         else:
-            ids, weights = choose(self.router(x), self.shape.per_token, normalize=self.shape.normalize)
+            ids, weights = choose(self.router(x), self.shape.per_token, normalize=self.shape.normalize, shared=self.merged)
         if self.shared is not None:
-            self.shared.down_proj.add_to(residual, self.shared.gate_up_proj(x))
+            inner = self.shared.inner(x)
+            if self.shared_gate is not None:
+                inner.mul_(self.shared_gate(x).sigmoid_())
+            self.shared.down_proj.add_to(residual, inner)
         self.experts.add_to(residual, x, ids, weights)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         yield from _rules(prefix, {self.shape.router: (self.router, None)})
+        if self.merged:
+            yield WeightRule(f"{prefix}{self.shape.shared}_gate.weight", self.router.weight, "shared")
         if self.shared is not None:
-            yield from self.shared.weights(f"{prefix}shared_experts.")
-        yield from self.experts.weights(f"{prefix}experts.")
+            yield from self.shared.weights(f"{prefix}{self.shape.shared}.")
+        if self.shared_gate is not None:
+            yield from _rules(prefix, {f"{self.shape.shared}_gate": (self.shared_gate, None)})
+        yield from self.experts.weights(f"{prefix}experts.", shared=f"{prefix}{self.shape.shared}.")
 
 
 def _rules(prefix: str, parts: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:
@@ -228,6 +266,12 @@ def _rules(prefix: str, parts: Mapping[str, tuple[Layer, str | None]]) -> Iterat
     for name, (layer, shard_id) in parts.items():
         for kind, weight in layer.named_parameters():  # "weight", and "bias" if it has one, or what else
             yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)
+
+
+def part_rules(prefix: str, name: str, layer: Layer, of: Callable[[str | None], bool]) -> Iterator[WeightRule]:
+    """Yield the rules for the tensors of a module in a checkpoint, which has all parts of a layer that are `of` it."""
+    for kind, weight in layer.named_parameters():
+        yield from (WeightRule(f"{prefix}{name}.{kind}", weight, part) for part in getattr(weight, "parts", {}) if of(part))
 
 
 class Block(nn.Module):
@@ -286,11 +330,14 @@ class Decoder(nn.Module):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         residual, rotations = Residual(self.embed(token_ids)), [rotary(positions) for rotary in self.rotaries]
-        *earlier, last = self.blocks
-        for block in earlier:
-            block.add_to(residual, rotations)
-        last.add_to(residual, rotations, wanted)
+        for index, block in enumerate(self.blocks):
+            block.add_to(residual, rotations, wanted if index == self.last_mixer else None)
         return residual.normed(self.norm)
+
+    @property
+    def last_mixer(self) -> int:
+        """Index of the last block that mixes tokens; what comes after it needs only those wanted."""
+        return len(self.blocks) - 1
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(token_ids)
@@ -298,13 +345,18 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits, cap = self.head(hidden), self.shape.logit_softcap
+        if self.shape.logit_divisor != 1:
+            logits.div_(self.shape.logit_divisor)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def weights(self) -> Iterator[WeightRule]:
         """Yield the rules for tensors of a Hugging Face checkpoint. A tied head shares the embedding's weight, under either name or both."""
         for rule in self.rules():
-            around_one = self.shape.norms_around_one and getattr(rule.parameter, "scale", False)
-            yield replace(rule, transform=_one_plus) if around_one else rule
+            yield replace(rule, transform=_one_plus) if self.is_around_one(rule) else rule
+
+    def is_around_one(self, rule: WeightRule) -> bool:
+        """Return True if the checkpoint has w for a norm that multiplies by 1 + w."""
+        return self.shape.norms_around_one and getattr(rule.parameter, "scale", False)
 
     def rules(self) -> Iterator[WeightRule]:
         """Yield the rules without the transform of norms."""

@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.nn.rotary import rope_from_config
 from dovetail_models.arch import DecoderArch, base_shape, experts_reasons
 from dovetail_models.decoder import DecoderShape, ExpertsShape
-from dovetail_models.grouped import Grouping
+from dovetail_models.grouped import Grouping, group_reasons
 from dovetail_models.latent import LatentShape
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -54,15 +54,7 @@ class DeepseekV3(DecoderArch):
             reasons.append(f"scoring_func = {scoring!r} is not implemented (only {self.scoring!r})")
         if method not in (self.method, None):
             reasons.append(f"topk_method = {method!r} is not implemented (only {self.method!r})")
-        return reasons + self._group_reasons(config)
-
-    def _group_reasons(self, config: Any) -> list[str]:
-        count, groups, kept = config.n_routed_experts, config.n_group or 1, config.topk_group or 1
-        if count % groups or count // groups < self.pair:
-            return [f"n_group = {groups} must split n_routed_experts ({count}) into equal groups of at least {self.pair}"]
-        if not 1 <= kept <= groups or config.num_experts_per_tok > kept * (count // groups):
-            return [f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep num_experts_per_tok or more"]
-        return []
+        return reasons + group_reasons(config, self.pair)
 
     def _sparse(self, config: Any) -> frozenset[int]:
         return frozenset(range(config.first_k_dense_replace or 0, config.num_hidden_layers))
@@ -126,7 +118,7 @@ class DeepseekV2(DeepseekV3):
         if config.topk_method not in ("greedy", "group_limited_greedy"):
             reasons.append(f"topk_method = {config.topk_method!r} is not implemented (only 'greedy' and 'group_limited_greedy')")
         elif config.topk_method == "group_limited_greedy":
-            reasons += self._group_reasons(config)
+            reasons += group_reasons(config, self.pair)
         return reasons
 
     def _grouping(self, config: Any) -> Grouping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import whole
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import rope_from_config
-from dovetail_models.arch import base_shape, layer_type_reasons, windows_by_layer_type
+from dovetail_models.arch import layer_type_reasons, shape_fields, windows_by_layer_type
 from dovetail_models.decoder import Block, Decoder, DecoderShape, rounded
 from dovetail_models.gemma import GemmaArch, ropes_reasons_against
 
@@ -68,9 +68,8 @@ class Gemma4(GemmaArch):
         per_layer, kinds = list(config.per_layer_config), config.layer_types
         ropes = [rope_from_config(config.rope_parameters[kind], layer.head_dim) for kind, layer in zip(kinds, per_layer, strict=True)]
         special = {"windows": windows_by_layer_type(config), "rope": ropes[-1], "scale": 1.0, "qk_norm": True, "v_norm": True}
-        base = base_shape(per_layer[-1], **(self.common(config) | special))
         shape = Gemma4Shape(
-            **{field.name: getattr(base, field.name) for field in fields(base)},
+            **shape_fields(per_layer[-1], **(self.common(config) | special)),
             input_size=_input_size(config),
             input_vocab_size=getattr(config, "vocab_size_per_layer_input", 0),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,16 @@ class Grouping:
     pair: int  # a group's score is the sum of this many best scores of its experts
     scale: float  # multiplies the weights
     corrected: bool  # a learned bias of each expert counts in the choice, not in the weights
+
+
+def group_reasons(config: Any, pair: int) -> list[str]:
+    """Why a config's groups of experts can't be right."""
+    count, groups, kept = config.n_routed_experts, config.n_group or 1, config.topk_group or 1
+    if count % groups or count // groups < pair:
+        return [f"n_group = {groups} must split n_routed_experts ({count}) into equal groups of at least {pair}"]
+    if not 1 <= kept <= groups or config.num_experts_per_tok > kept * (count // groups):
+        return [f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep num_experts_per_tok or more"]
+    return []
 
 
 class GroupedRouter(Router):

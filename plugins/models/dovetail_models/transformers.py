@@ -59,7 +59,7 @@ class Transformers(ModelArch):
         if getattr(config, "is_encoder_decoder", False):
             return ["is_encoder_decoder: a model with an encoder isn't served"]
         if getattr(getattr(transformers, serves), "_is_stateful", False):
-            return [f"{serves} keeps a recurrent state, which isn't served yet"]
+            return [f"{serves} keeps a recurrent state, which only native models can"]
         if getattr(config, "index_topk", None):
             return [f"index_topk = {config.index_topk}: attention to tokens that an index chooses isn't served"]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -9,9 +10,11 @@ import torch
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.api.state import StateBatch, StateLayer, StateSpec
 from dovetail_models.decoder import DecoderShape
 from dovetail_models.llama import Llama
 from dovetail_models.qwen3 import Qwen3
+from dovetail_models.qwen3_next import Qwen35
 from tests.conformance.mutants import mutant
 
 
@@ -652,3 +655,68 @@ class HasALargestTheta(Qwen3):
     def shape(self, config: Any) -> DecoderShape:
         shape = super().shape(config)
         return replace(shape, rope=replace(shape.rope, theta=min(shape.rope.theta, 1e6)))
+
+
+# ---- states
+
+
+class Planned:
+    """A layer's states, as a step that was altered names them."""
+
+    def __init__(self, layer: StateLayer, alter: Callable[[StateBatch], StateBatch]) -> None:
+        self._layer, self._alter = layer, alter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    @property
+    def batch(self) -> StateBatch:
+        return self._alter(self._layer.batch)
+
+
+class AltersSteps(Qwen35):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        make: Any = lambda spec: Planned(context.make_state(spec), self.altered)  # noqa: E731
+        return super().build(config, replace(context, make_state=make))
+
+    def altered(self, batch: StateBatch) -> StateBatch:
+        return batch
+
+
+@mutant(caught_by="model.chunks")
+class StartsEachChunkFromZero(AltersSteps):
+    def altered(self, batch: StateBatch) -> StateBatch:
+        return replace(batch, kv_lens=batch.query_starts.diff())
+
+
+@mutant(caught_by="model.prefix")
+class KeepsNoCheckpoints(AltersSteps):
+    def altered(self, batch: StateBatch) -> StateBatch:
+        return batch if batch.checkpoint_at is None else replace(batch, checkpoint_at=torch.zeros_like(batch.checkpoint_at))
+
+
+@mutant(caught_by="model.states")
+class KeepsAnEarlierCheckpoint(AltersSteps):
+    """The checkpoint is the state that the row had before the step."""
+
+    def altered(self, batch: StateBatch) -> StateBatch:
+        return batch if batch.host_checkpoint_at is None else replace(batch, host_checkpoint_at=batch.host_checkpoint_at.clip(max=1))
+
+
+@mutant(caught_by="model.states")
+class SortsTheRows(AltersSteps):
+    def altered(self, batch: StateBatch) -> StateBatch:
+        return replace(batch, lines=batch.lines.sort().values)
+
+
+@mutant(caught_by="model.state_specs")
+class StatesOfTwoRanksAtMost(Qwen35):
+    def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
+        specs = super().state_specs(config, parallel)
+        return specs if parallel.size <= 2 else [replace(spec, tensors=spec.tensors[:1]) for spec in specs]
+
+
+@mutant(caught_by="model.state_specs")
+class ForgetsTheLastState(Qwen35):
+    def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
+        return super().state_specs(config, parallel)[:-1]

@@ -23,15 +23,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.nn.activation import Activation, ClampedSwiGLU
+from dovetail.nn.activation import RELU2, Activation, ClampedSwiGLU
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.streamed import add_int4
 from dovetail.nn.kernels.widening import e2m1_to_16_bits, float8_to_16_bits, pairs_to_16_bits, power_of_two, shifted
 
 SORTED_AT_ONCE = 4096  # pairs
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
-CLAMPED = 3
+CLAMPED, UNGATED = 3, 4  # ungated, the first layer has ups alone, of which it takes relu squared
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, RELU2: UNGATED}
 
 
 PLAIN, FLOAT8, INT4, FP4 = range(4)
@@ -106,8 +106,11 @@ class Many(NamedTuple):
 
 @triton.jit
 def _activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """All float32."""
-    if ACTIVATION == 3:
+    """All float32. Ungated, `gate` is all there is."""
+    if ACTIVATION == 4:
+        gate = tl.maximum(gate, 0.0)
+        up = gate
+    elif ACTIVATION == 3:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
         gate = gate / (1.0 + tl.exp(-ALPHA * gate))
@@ -208,10 +211,10 @@ def _product(
 @triton.jit
 def _few_gate_up(
     x,  # [tokens, INPUTS]
-    values,  # [experts, 2 * OUTPUTS, BYTES]
+    values,  # [experts, 2 * OUTPUTS, BYTES]; ungated: OUTPUTS
     scales,
     zeros,
-    bias,  # [experts, 2 * OUTPUTS]
+    bias,  # [experts, 2 * OUTPUTS], or OUTPUTS
     ids,  # [tokens, TOP]
     out,  # [tokens * TOP, OUTPUTS]
     INPUTS: tl.constexpr,
@@ -236,15 +239,21 @@ def _few_gate_up(
     let_next_begin(PDL)
     wait(PDL)
     expert = tl.load(ids + pair).to(tl.int64)
-    gates = _tile(values, expert, 2 * OUTPUTS, n, real, BYTES, PADDED)
-    ups = _tile(values, expert, 2 * OUTPUTS, n + OUTPUTS, real, BYTES, PADDED)
+    stored: tl.constexpr = OUTPUTS if ACTIVATION == 4 else 2 * OUTPUTS
+    gates = _tile(values, expert, stored, n, real, BYTES, PADDED)
+    ups = gates
+    if ACTIVATION != 4:
+        ups = _tile(values, expert, stored, n + OUTPUTS, real, BYTES, PADDED)
     row = x + (pair // TOP).to(tl.int64) * INPUTS
-    gate = _product(gates, row, scales, zeros, expert, 2 * OUTPUTS, n, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
-    up = _product(ups, row, scales, zeros, expert, 2 * OUTPUTS, n + OUTPUTS, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
+    gate = _product(gates, row, scales, zeros, expert, stored, n, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
+    up = gate
+    if ACTIVATION != 4:
+        up = _product(ups, row, scales, zeros, expert, stored, n + OUTPUTS, real, INPUTS, KIND, GROUP, SHARING, ASYMMETRIC)
     if BIASED:
-        at = bias + expert * (2 * OUTPUTS) + n
+        at = bias + expert * stored + n
         gate += tl.load(at, mask=real, other=0.0).to(tl.float32)
-        up += tl.load(at + OUTPUTS, mask=real, other=0.0).to(tl.float32)
+        if ACTIVATION != 4:
+            up += tl.load(at + OUTPUTS, mask=real, other=0.0).to(tl.float32)
     result = _activated(gate, up, ACTIVATION, ALPHA, LIMIT)
     tl.store(out + pair.to(tl.int64) * OUTPUTS + n, result.to(out.dtype.element_ty), mask=real)
 
@@ -437,7 +446,8 @@ def _sorted(
         pair = tl.load(places + block * M + tl.arange(0, M))
         there, real = pair < pairs, n < OUTPUTS
         row = x + (pair // TOP if GATED else pair).to(tl.int64)[None, :] * INPUTS
-        stored: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
+        PAIRED: tl.constexpr = GATED and ACTIVATION != 4
+        stored: tl.constexpr = 2 * OUTPUTS if PAIRED else OUTPUTS
         sums, ups = tl.zeros([N, M], tl.float32), tl.zeros([N, M], tl.float32)
         WHOLE: tl.constexpr = INPUTS % K == 0
         HALF: tl.constexpr = K // 2 if KIND >= 2 else K
@@ -472,7 +482,7 @@ def _sorted(
                 PRECISION,
                 WHOLE,
             )
-            if GATED:
+            if PAIRED:
                 ups = _added(
                     ups,
                     inputs,
@@ -497,12 +507,12 @@ def _sorted(
         if KIND == 1 and GROUP == 0:
             of_output = _scales_of(scales, expert, stored, INPUTS, KIND, GROUP, SHARING) + n
             sums *= tl.load(of_output, mask=real, other=0.0)[:, None]
-            if GATED:
+            if PAIRED:
                 ups *= tl.load(of_output + OUTPUTS, mask=real, other=0.0)[:, None]
         if BIASED:
             at_bias = bias + expert * stored + n
             sums += tl.load(at_bias, mask=real, other=0.0).to(tl.float32)[:, None]
-            if GATED:
+            if PAIRED:
                 ups += tl.load(at_bias + OUTPUTS, mask=real, other=0.0).to(tl.float32)[:, None]
         if GATED:
             result, to = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT), pair
@@ -514,10 +524,10 @@ def _sorted(
         )
 
 
-def choice_for(tokens: int, per_token: int, gate_up: Stored, bytes_each: int = 2) -> Few | Many:
-    """Return the tilings for this number of tokens with `per_token` experts each, and activations of `bytes_each`. Measured with
+def choice_for(tokens: int, per_token: int, gate_up: Stored, inner: int, bytes_each: int = 2) -> Few | Many:
+    """Return the tilings for this number of tokens with `per_token` experts of `inner` size each, and activations of `bytes_each`. Measured with
     `bench.experts` on an H100, for 128 experts of 2,048 x 768; in MXFP4 for 32 of 2,880 x 2,880."""
-    pairs, count, inner = tokens * per_token, len(gate_up.values), gate_up.outputs // 2
+    pairs, count = tokens * per_token, len(gate_up.values)
     if tokens == 1 or 4 * pairs < count:  # an expert chosen by two tokens is then read twice
         one = FewTiling(1, min(8, max(1, 2 * triton.next_power_of_2(gate_up.inputs) // 4096)))
         if gate_up.kind == FP4 and inner <= 4096:  # more would not fit into registers
@@ -549,9 +559,9 @@ def experts(
     (tokens, per_token), count = ids.shape, len(gate_up.values)
     if not tokens:
         return torch.empty((1, 0, down.outputs), dtype=x.dtype, device=x.device)
-    choice = choice or choice_for(tokens, per_token, gate_up, x.element_size())
+    inner = torch.empty((tokens * per_token, down.inputs), dtype=x.dtype, device=x.device)
+    choice = choice or choice_for(tokens, per_token, gate_up, down.inputs, x.element_size())
     around = gating(activation)
-    inner = torch.empty((tokens * per_token, gate_up.outputs // 2), dtype=x.dtype, device=x.device)
     if isinstance(choice, Few):
         out = torch.empty((1, tokens, down.outputs), dtype=torch.float32, device=x.device)
         few_layer(x, gate_up, gate_up_bias, ids, weights, inner, choice.gate_up, around)

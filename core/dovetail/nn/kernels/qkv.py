@@ -41,9 +41,11 @@ def _norm_turn_write(
     k_scale,  # [] float32
     v_scale,
     eps,
+    TOKEN: tl.constexpr,  # numbers of qkv from one token to the next
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    ROTATED: tl.constexpr,  # numbers of a head
     HALF: tl.constexpr,  # D / 2 padded to a power of 2
     M: tl.constexpr,  # heads
     NORMED: tl.constexpr,
@@ -65,34 +67,37 @@ def _norm_turn_write(
     i = tl.arange(0, HALF)[None, :]
     exists = (head < HEADS + 2 * KV_HEADS) & (i < D // 2)
     is_v = head >= HEADS + KV_HEADS
-    place = qkv + token * ((HEADS + 2 * KV_HEADS) * D) + head * D + i
-    low_kept, high_kept = tl.load(place, mask=exists, other=0.0), tl.load(place + D // 2, mask=exists, other=0.0)  # [M, HALF]
+    low_at, high_at = i, i + D // 2  # the numbers of pair i; those beyond the rotated ones form pairs, too
+    if ROTATED < D:
+        low_at, high_at = tl.where(i < ROTATED // 2, i, i + ROTATED // 2), tl.where(i < ROTATED // 2, i + ROTATED // 2, i + D // 2)
+    place = qkv + token * TOKEN + head * D
+    low_kept, high_kept = tl.load(place + low_at, mask=exists, other=0.0), tl.load(place + high_at, mask=exists, other=0.0)  # [M, HALF]
     low, high = low_kept.to(tl.float32), high_kept.to(tl.float32)
 
     if NORMED:
         scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
         weighed = exists & (head < HEADS + KV_HEADS)
-        low *= scale * tl.load(weight + head * D + i, mask=weighed, other=0.0).to(tl.float32)
-        high *= scale * tl.load(weight + head * D + D // 2 + i, mask=weighed, other=0.0).to(tl.float32)
-    angles = table + tl.load(positions + token) * D + i
-    cos, sin = tl.load(angles, mask=i < D // 2, other=0.0), tl.load(angles + D // 2, mask=i < D // 2, other=0.0)
+        low *= scale * tl.load(weight + head * D + low_at, mask=weighed, other=0.0).to(tl.float32)
+        high *= scale * tl.load(weight + head * D + high_at, mask=weighed, other=0.0).to(tl.float32)
+    angles = table + tl.load(positions + token) * ROTATED + i
+    cos, sin = tl.load(angles, mask=i < ROTATED // 2, other=1.0), tl.load(angles + ROTATED // 2, mask=i < ROTATED // 2, other=0.0)
     low, high = low * cos - high * sin, high * cos + low * sin
     low, high = low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
 
     in_place = exists & (head < HEADS if WRITES else head < HEADS + KV_HEADS)
-    tl.store(place, low, mask=in_place)
-    tl.store(place + D // 2, high, mask=in_place)
+    tl.store(place + low_at, low, mask=in_place)
+    tl.store(place + high_at, high, mask=in_place)
     if WRITES:
         slot = tl.load(slots + token)
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        to_k = k_cache + block * K_BLOCK + offset * K_TOKEN + (head - HEADS) * K_HEAD + i
+        to_k = k_cache + block * K_BLOCK + offset * K_TOKEN + (head - HEADS) * K_HEAD
         is_k = exists & (head >= HEADS) & (head < HEADS + KV_HEADS) & (slot >= 0)
-        tl.store(to_k, _kept(low, k_scale, SCALED), mask=is_k)
-        tl.store(to_k + D // 2, _kept(high, k_scale, SCALED), mask=is_k)
-        to_v = v_cache + block * V_BLOCK + offset * V_TOKEN + (head - HEADS - KV_HEADS) * V_HEAD + i
+        tl.store(to_k + low_at, _kept(low, k_scale, SCALED), mask=is_k)
+        tl.store(to_k + high_at, _kept(high, k_scale, SCALED), mask=is_k)
+        to_v = v_cache + block * V_BLOCK + offset * V_TOKEN + (head - HEADS - KV_HEADS) * V_HEAD
         is_v = exists & is_v & (slot >= 0)
-        tl.store(to_v, _kept(low_kept, v_scale, SCALED), mask=is_v)
-        tl.store(to_v + D // 2, _kept(high_kept, v_scale, SCALED), mask=is_v)
+        tl.store(to_v + low_at, _kept(low_kept, v_scale, SCALED), mask=is_v)
+        tl.store(to_v + high_at, _kept(high_kept, v_scale, SCALED), mask=is_v)
 
 
 @triton.jit
@@ -112,9 +117,9 @@ def norm_turn_write(
     positions: torch.Tensor,
     cache: FusedCache | None,
 ) -> None:
-    """Norm (if `weight` [(heads + kv_heads) * head_size] is given) and rotate q and k of qkv [tokens, heads + 2 * kv_heads, head_size], contiguous,
-    by `table` [max_len, head_size] float32 at `positions` [tokens] int64. q stays in place, and so does k without a `cache`; with one, k and v are
-    stored there, as e4m3 codes if it has `scales`, and k's values in qkv become undefined. Computes in float32."""
+    """Norm (if `weight` [(heads + kv_heads) * head_size] is given) and rotate q and k of qkv [tokens, heads + 2 * kv_heads, head_size], each token's
+    heads contiguous, by `table` [max_len, rotated numbers of a head] float32 at `positions` [tokens] int64. q stays in place, and so does k without
+    a `cache`; with one, k and v are stored there, as e4m3 codes if it has `scales`, and k's values in qkv become undefined. Computes in float32."""
     tokens, all_heads, size = qkv.shape
     half = triton.next_power_of_2(size // 2)
     heads_at_once = min(triton.next_power_of_2(all_heads), max(1, NUMBERS // (2 * half)))
@@ -136,9 +141,11 @@ def norm_turn_write(
         k_scale,
         v_scale,
         eps,
+        TOKEN=qkv.stride(0),
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         D=size,
+        ROTATED=table.shape[1],
         HALF=half,
         M=heads_at_once,
         NORMED=weight is not None,

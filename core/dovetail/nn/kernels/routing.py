@@ -16,13 +16,23 @@ FEW_ROWS = 16  # above, torch.matmul is as fast
 
 
 @triton.jit
-def _choose(logits, ids, weights, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr):
+def _choose(
+    logits,  # [tokens, COUNT + SHARED]
+    ids,  # [tokens, TOP + SHARED]
+    weights,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP: tl.constexpr,
+    SHARED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Route one token. NaN logits count as the lowest."""
     token, e = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     let_next_begin(PDL)
     wait(PDL)
     lowest = float("-inf")
-    values = tl.load(logits + token * COUNT + e, mask=e < COUNT, other=lowest)
+    values = tl.load(logits + token * (COUNT + SHARED) + e, mask=e < COUNT, other=lowest)
     values = tl.where(values == values, values, lowest)
     most = tl.max(values, 0)
     if NORMALIZE:
@@ -38,20 +48,33 @@ def _choose(logits, ids, weights, COUNT: tl.constexpr, PADDED: tl.constexpr, TOP
             total += tl.exp(largest - most)
         chosen = tl.where(e == best, place + 1, chosen)
         left = left & (e != best)
-    at = token * TOP + chosen - 1
+    at = token * (TOP + SHARED) + chosen - 1
     tl.store(ids + at, e, mask=chosen > 0)
     tl.store(weights + at, tl.exp(values - most) / total, mask=chosen > 0)
+    if SHARED:
+        gate = tl.load(logits + token * (COUNT + SHARED) + COUNT)
+        tl.store(ids + token * (TOP + SHARED) + TOP, COUNT)
+        tl.store(weights + token * (TOP + SHARED) + TOP, 1.0 / (1.0 + tl.exp(-gate)))
 
 
-def choose(logits: torch.Tensor, k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(logits: torch.Tensor, k: int, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `dovetail.nn.moe.choose`, for contiguous logits."""
-    tokens, count = logits.shape
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
+    tokens, count = logits.shape[0], logits.shape[1] - shared
+    ids = torch.empty((tokens, k + shared), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, k + shared), dtype=torch.float32, device=logits.device)
     if tokens:
         padded = triton.next_power_of_2(count)
         launch(_choose, (tokens,))(
-            logits, ids, weights, COUNT=count, PADDED=padded, TOP=k, NORMALIZE=normalize, num_warps=1, **pdl_options(logits.device)
+            logits,
+            ids,
+            weights,
+            COUNT=count,
+            PADDED=padded,
+            TOP=k,
+            SHARED=int(shared),
+            NORMALIZE=normalize,
+            num_warps=1,
+            **pdl_options(logits.device),
         )
     return ids, weights
 

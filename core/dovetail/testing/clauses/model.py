@@ -21,6 +21,7 @@ CLAUSES: Marks = {
         "Return the hidden states": held("transformers", "chunks", "decode", "ragged", "prefix", "dtype"),
         "indices of the tokens": held("wanted"),
         "K and V of all tokens": held("wanted"),
+        "recurrent layer replaces": held("states"),
         "only read": held("owns_nothing"),
         "Positions may be": held("positions", "prefix", "ragged"),
         "*": TOLD,
@@ -48,5 +49,6 @@ CLAUSES: Marks = {
         but="seven unknown fields, three unknown rope types, and one to three values of each known field are tested",
     ),
     "ModelArch.layer_specs": held("layer_specs"),
+    "ModelArch.state_specs": held("state_specs"),
     "ModelArch.build": {"uninitialized": held("weight_complete", "dtype"), "*": TOLD},
 }

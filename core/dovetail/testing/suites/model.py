@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from dovetail.api.model import ModelArch, ModelContext, ParallelGroup
 from dovetail.errors import describe
 from dovetail.runtime.model_files import read_config
-from dovetail.runtime.weights import load_weights
+from dovetail.runtime.weights import load_weights, place_of
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import model_configs as configs
@@ -163,7 +163,7 @@ class ModelSuite(Suite):
         for wanted in (torch.tensor([11, 3, 7, 0]), torch.tensor([5])):
             given = tokens.clone(), torch.arange(12), wanted.clone()
             sequence = f"with {len(wanted)} wanted"
-            bench.sequences.step = [(sequence, 12)]
+            bench.plan(Chunk(sequence, tokens, 0))
             with torch.no_grad():
                 hidden = bench.model(*given)
                 require(torch.equal(given[0], tokens) and torch.equal(given[1], torch.arange(12)), "forward() changed token_ids or positions")
@@ -203,8 +203,8 @@ class ModelSuite(Suite):
         the model has never seen in this sequence."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 12, seed=1)
-            bench.run(torch.cat((tokens[:17], others)), sequence="first")
-            bench.sequences.fork("first", "hit", 17)
+            bench.run(torch.cat((tokens[:17], others)), sequence="first", checkpoint=17)
+            bench.fork("first", "hit", 17)
             hit = bench.run(tokens[17:], sequence="hit", start=17)
             whole = Bench(self.arch, config, reference.tensors()).run(tokens)[17:]
             assert_close(hit, whole, f"logits of {_told(config)} after a prefix hit of 17 tokens differ from those that are recomputed")
@@ -232,6 +232,36 @@ class ModelSuite(Suite):
             expected = [alone.run(part.token_ids, sequence=part.sequence, start=part.start) for part in falling]
             told = f"logits of {_told(config)} in a step whose positions decrease from row to row differ from those of separate steps"
             assert_close(bench.logits(bench.step(*falling)), torch.cat(expected), told)
+
+    @check("model.states", since="0.3")
+    def test_states(self) -> None:
+        """The states of recurrent layers after the same tokens differ with the steps that computed these: whole, in chunks of 1, 7 and the rest, over
+        the states of an earlier request, beside other rows in any order; or those of a row changed in a step of others; or a checkpoint isn't the
+        state after exactly its tokens. Every layer uses the rows of `StateLayer.batch`, in all of which it replaces the states."""
+        for config in self.configs():
+            bench = self.bench(config, Reference(config).tensors())
+            if bench.states is None:
+                continue
+            tokens, others = some_tokens(config, 30), {name: some_tokens(config, 30, seed=ord(name)) for name in "xy"}
+            bench.run(tokens)
+            bench.run(others["x"][:9], sequence="earlier")
+            bench.forget("earlier")
+            bench.run(tokens, (1, 7, 22), sequence="chunks")
+            bench.step(Chunk("x", others["x"][:5], 0), Chunk("beside", tokens[:8], 0), Chunk("y", others["y"][:9], 0))
+            before = bench.states_of("beside")
+            bench.step(Chunk("y", others["y"][9:], 9), Chunk("x", others["x"][5:20], 5))
+            same = f"the states of {_told(config)} change in a step of other rows"
+            require(all(map(torch.equal, bench.states_of("beside"), before)), same)
+            bench.step(Chunk("x", others["x"][20:], 20), Chunk("beside", tokens[8:], 8, checkpoint=6))
+            bench.run(tokens[:14], sequence="shorter")
+            bench.fork("beside", "kept", 14)
+            for one, other, what in (
+                ("chunks", "a", "in chunks of 1, 7 and 22"),
+                ("beside", "a", "beside other rows"),
+                ("kept", "shorter", "in a checkpoint after 14 of them"),
+            ):
+                for ours, expected in zip(bench.states_of(one), bench.states_of(other), strict=True):
+                    assert_close(ours, expected, f"states of {_told(config)} after the same tokens, {what}")
 
     @check("model.wanted", since="0.2")
     def test_wanted(self) -> None:
@@ -268,7 +298,8 @@ class ModelSuite(Suite):
         head) are optional."""
         for config, reference, bench in self.pairs():
             rules, held = list(bench.model.weights()), set(reference.held())
-            names = {rule.source for rule in rules if rule.parameter is not None}
+            layouts = {place_of(rule): rule.shard_id for rule in rules if rule.source in held}  # a checkpoint has a part in one of several layouts
+            names = {rule.source for rule in rules if rule.parameter is not None and layouts.get(place_of(rule), rule.shard_id) == rule.shard_id}
             places = Counter((rule.source, id(rule.parameter), rule.shard_id) for rule in rules)
             twice = sorted({name for (name, *_), count in places.items() if count > 1})
             require(not twice, f"{_told(config)}: these tensors have two rules: {twice}")
@@ -281,18 +312,27 @@ class ModelSuite(Suite):
     @check("model.weight_use", since="0.1")
     def test_weight_use(self) -> None:
         """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded into its parameter."""
-        for config in map(configs.choosing_all_experts, self.configs()):  # an expert that no token chooses has no effect
-            reference = Reference(config)
-            tensors, tokens = reference.tensors(), some_tokens(config, 24)
-            bench = self.bench(config, tensors)
-            before = bench.run(tokens, sequence="before")
-            for name, tensor in tensors.items():
-                noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
-                other = -tensor if tensor.numel() == 1 else tensor + noise  # a norm may follow, for which only the sign of a scale counts
-                bench.load({name: other})
-                changed = bench.run(tokens, sequence=name)
-                bench.load({name: tensor})
-                require(float((changed - before).abs().max()) > 1e-3, f"{_told(config)}: another {name} in the checkpoint changes no logit")
+        for config in self.configs():
+            self.assert_used(config, lambda name: name.endswith("correction_bias"))  # which counts in the choice of experts alone
+            configs.choosing_all_experts(config)  # an expert that no token chooses has no effect
+            self.assert_used(config, lambda name: not name.endswith("correction_bias"))
+
+    def assert_used(self, config: Any, which: Callable[[str], bool]) -> None:
+        """Check that those tensors of a checkpoint affect the logits."""
+        reference = Reference(config)
+        tensors, tokens = reference.tensors(), some_tokens(config, 24)
+        if not (names := list(filter(which, tensors))):
+            return
+        bench = self.bench(config, tensors)
+        before = bench.run(tokens, sequence="before")
+        for name in names:
+            tensor = tensors[name]
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+            other = -tensor if tensor.numel() == 1 else tensor + noise  # a norm may follow, for which only the sign of a scale counts
+            bench.load({name: other})
+            changed = bench.run(tokens, sequence=name)
+            bench.load({name: tensor})
+            require(float((changed - before).abs().max()) > 1e-3, f"{_told(config)}: another {name} in the checkpoint changes no logit")
 
     @check("model.weight_complete", since="0.1")
     def test_weight_complete(self) -> None:
@@ -328,7 +368,7 @@ class ModelSuite(Suite):
     def test_tied(self) -> None:
         """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of the two or both; otherwise it has separate
         weights. Let both rules name one parameter, the head's `optional`."""
-        for architecture in self.served:
+        for architecture in filter(configs.ties, self.served):
             config = configs.tiny(architecture, tie_word_embeddings=True)
             reference, tokens = Reference(config), some_tokens(config, 12)
             tensors, expected = reference.tensors(), reference.run(tokens)[1]
@@ -364,6 +404,15 @@ class ModelSuite(Suite):
                 for specs, made in on_ranks(size, partial(self.specs_of, config)):
                     require(specs == made, f"{_told(config)}: layer_specs says {specs}, build() made {made}")
 
+    @check("model.state_specs", since="0.3")
+    def test_state_specs(self) -> None:
+        """`state_specs` isn't what `build` passes to `make_state`, in the same order and for the same rank: the pool would have no room for the
+        states."""
+        for config in self.configs():
+            for size in (1, 2, 4) if self.declares("tensor_parallel") else (1,):
+                for specs, made in on_ranks(size, partial(self.state_specs_of, config)):
+                    require(specs == made, f"{_told(config)}: state_specs says {specs}, build() made {made}")
+
     @check("model.max_len", since="0.1")
     def test_max_len(self) -> None:
         """Built for shorter sequences than the model allows (`BuildContext.max_len`), it gives other logits, or fails at the last position."""
@@ -376,6 +425,10 @@ class ModelSuite(Suite):
         """Return the specs that are declared, and those of the layers that are made."""
         bench = Bench(self.arch, config, None, parallel=group)
         return list(self.arch.layer_specs(config, group)), [layer.spec for layer in bench.sequences.layers]
+
+    def state_specs_of(self, config: Any, group: ParallelGroup) -> tuple[list[Any], list[Any]]:
+        """Return the states that are declared, and those that are made."""
+        return list(self.arch.state_specs(config, group)), Bench(self.arch, config, None, parallel=group).made
 
     @check("model.dtype", since="0.1")
     def test_dtype(self) -> None:
@@ -398,7 +451,9 @@ class ModelSuite(Suite):
         exact, bench = reference.run(tokens)[1], self.bench(config, reference.tensors(), dtype=dtype)
         wide = tuple(getattr(reference.model, "_keep_in_fp32_modules_strict", None) or ())
         rules = [rule for rule in bench.model.weights() if rule.parameter is not None and not rule.source.endswith(wide)]
-        found = {rule.parameter.dtype for rule in rules if rule.transform is None}  # results of a transform may be kept in float32, as they are given
+        of_states = ("A_log", "dt_bias", ".D")  # numbers of heads of recurrent layers, which are computed with in float32
+        rules = [rule for rule in rules if rule.transform is None and not rule.source.endswith(of_states)]  # those of a transform may be float32
+        found = {rule.parameter.dtype for rule in rules}
         require(found == {dtype}, f"parameters of a model in {dtype} are {found}")
         hidden = bench.step(Chunk("a", tokens, 0))
         require(hidden.dtype == dtype and hidden.device == CPU, f"hidden states of a model in {dtype} are {hidden.dtype} on {hidden.device}")

@@ -1,4 +1,5 @@
-"""Runs models without an engine: attention that stores each sequence's K and V, ranks as threads, and transformers' own model as the reference."""
+"""Runs models without an engine: attention that stores each sequence's K and V, states of recurrent layers in a pool, ranks as threads, and
+transformers' own model as the reference."""
 
 from __future__ import annotations
 
@@ -12,11 +13,17 @@ import torch
 
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
+from dovetail.api.state import StateLayer, StateSpec, StateSteps
+from dovetail.errors import DovetailError
+from dovetail.nn.format import Quantization
 from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.quantization import place_weights
+from dovetail.testing.memory import bind_states
 from dovetail.testing.suites.attention_oracle import Rules, plain
 
 CPU = torch.device("cpu")
 RANK_LIMIT_S = 30  # for a rank to reach a collective
+ROWS = 40  # sequences whose states are kept
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,6 +34,7 @@ class Chunk(NamedTuple):
     sequence: str
     token_ids: torch.Tensor  # [tokens] int64
     start: int  # position of the first
+    checkpoint: int = 0  # tokens of these after which the states are copied, for `Bench.fork`; 0: they aren't
 
 
 @dataclass
@@ -94,15 +102,31 @@ class Bench:
         dtype: torch.dtype = torch.float32,
         before: float | None = None,
         max_len: int | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
-        """`tensors`: a checkpoint's, None: none are loaded. `before`: what all memory of the parameters holds before."""
-        self.sequences = Sequences()
-        self.model: Any = arch.build(config, BuildContext(parallel, dtype, CPU, self.sequences.make_attention, max_len))
+        """`tensors`: a checkpoint's, None: none are loaded. `before`: what all memory of the parameters holds before. `quantization`: gives linear
+        layers their formats."""
+        self.sequences, self.made = Sequences(), list[StateSpec]()
+        declared = arch.state_specs(config, parallel)
+        self.states = bind_states(declared, ROWS, dtype) if declared else None
+        self._rows: dict[str, int] = {}  # the least recently used first
+        self._free_rows = [*range(ROWS)]  # the next one last
+        self._checkpoints: dict[tuple[str, int], list[torch.Tensor]] = {}  # by sequence and tokens: the states in all layers
+        context = BuildContext(parallel, dtype, CPU, self.sequences.make_attention, max_len, quantization is not None, make_state=self._make_state)
+        self.model: Any = arch.build(config, context)
+        if quantization is not None:
+            place_weights(self.model, quantization, CPU)
         if before is not None:
             for parameter in self.model.parameters():
                 parameter.data.fill_(before)
         if tensors is not None:
             self.load(tensors)
+
+    def _make_state(self, spec: StateSpec) -> StateLayer:
+        self.made.append(spec)
+        if self.states is None or spec.index not in self.states.layers:
+            return StateLayer(spec, StateSteps())  # not declared: it has no memory
+        return self.states.layers[spec.index]
 
     def load(self, tensors: Tensors) -> None:
         """Load by the model's own rules, without files."""
@@ -113,16 +137,62 @@ class Bench:
     @torch.no_grad()
     def step(self, *parts: Chunk, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted` alone [n, hidden]."""
-        self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
+        self.plan(*parts)
         positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in parts])
         hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions, wanted)
+        if self.states is not None:
+            for index, part in enumerate(parts):
+                if part.checkpoint:
+                    kept = self._read(self.states.checkpoint_line(index))
+                    self._checkpoints[part.sequence, part.start + part.checkpoint] = kept
         return hidden
 
-    def run(self, token_ids: torch.Tensor, chunks: Sequence[int] = (), sequence: str = "a", start: int = 0) -> torch.Tensor:
-        """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in chunks of these lengths (which add up)."""
+    def plan(self, *parts: Chunk) -> None:
+        """Prepare attention and states for a step that computes these parts."""
+        self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
+        if self.states is not None:
+            rows = [self._row(part.sequence, new=part.start == 0) for part in parts]
+            lengths, starts, checkpoints = zip(*((len(part.token_ids), part.start, part.checkpoint) for part in parts), strict=True)
+            self.states.plan(rows, lengths, starts, checkpoints)
+
+    def fork(self, source: str, target: str, tokens: int) -> None:
+        """Let `target` begin with K and V of the first tokens of `source`, and with its states after these, of which there is a checkpoint: like a
+        prefix hit."""
+        self.sequences.fork(source, target, tokens)
+        if self.states is not None:
+            line, kept = torch.tensor([self._row(target, new=True)]), iter(self._checkpoints[source, tokens])
+            for layer in self.states.layers.values():
+                for tensor in range(len(layer.spec.tensors)):
+                    layer.write(tensor, line, next(kept))
+
+    def states_of(self, sequence: str) -> list[torch.Tensor]:
+        """The states [rows, row_size] of a sequence, layer by layer."""
+        return [values[0] for values in self._read(self._rows[sequence])]
+
+    def _read(self, line: int) -> list[torch.Tensor]:
+        layers = [] if self.states is None else self.states.layers.values()
+        return [layer.read(tensor, torch.tensor([line])) for layer in layers for tensor in range(len(layer.spec.tensors))]
+
+    def _row(self, sequence: str, *, new: bool) -> int:
+        if not new and sequence not in self._rows:
+            raise DovetailError(f"the states of sequence {sequence!r} aren't kept any more")
+        if sequence not in self._rows and not self._free_rows:
+            self.forget(next(iter(self._rows)))
+        self._rows[sequence] = self._rows.pop(sequence) if sequence in self._rows else self._free_rows.pop()
+        return self._rows[sequence]
+
+    def forget(self, sequence: str) -> None:
+        """Drop a sequence; the next new one gets its row, with its states."""
+        self._free_rows.append(self._rows.pop(sequence))
+        for layer in self.sequences.layers:
+            layer.kept.pop(sequence, None)
+
+    def run(self, token_ids: torch.Tensor, chunks: Sequence[int] = (), sequence: str = "a", start: int = 0, checkpoint: int = 0) -> torch.Tensor:
+        """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in chunks of these lengths (which add up). `checkpoint`:
+        tokens of the first chunk after which the states are copied."""
         parts, at = [], start
         for ids in torch.split(token_ids, list(chunks or (len(token_ids),))):
-            parts.append(self.step(Chunk(sequence, ids, at)))
+            parts.append(self.step(Chunk(sequence, ids, at, checkpoint if at == start else 0)))
             at += len(ids)
         return self.logits(torch.cat(parts))
 

@@ -48,7 +48,39 @@ OF_LAYERS: dict[str, Any] = {  # besides, for architectures with embeddings for 
     "num_kv_shared_layers": 2,
 }
 
+OF_STATES: dict[str, dict[str, Any]] = {  # besides, for architectures with recurrent layers: those that have this field. Four ranks can split them
+    "linear_num_key_heads": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+        "shared_expert_intermediate_size": 20,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    },
+    "mamba_n_heads": {
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 4,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 3,
+        "shared_intermediate_size": 20,
+        "position_embedding_type": "rope",
+    },
+    "mamba_num_heads": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "n_groups": 4,
+        "ssm_state_size": 8,
+        "conv_kernel": 3,
+        "layer_norm_epsilon": 1e-2,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 20,
+    },
+}
+
 KINDS = ("sliding_attention", "full_attention")  # of layers, in turn, for architectures with a rotary embedding for each
+STATE_KINDS = ("linear_attention", "full_attention")  # for architectures with recurrent layers
 
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
@@ -119,6 +151,13 @@ def config_class(architecture: str) -> type[Any]:
     return cls
 
 
+def ties(architecture: str) -> bool:
+    """Return True if transformers' class for an architecture ties the head to the embedding where the config says so."""
+    import transformers
+
+    return bool(getattr(transformers, architecture)._tied_weights_keys)  # noqa: SLF001 (nothing public says it)
+
+
 def tiny(architecture: str, **fields: Any) -> Any:
     """Return a config with TINY's values for its fields, and `fields`."""
     cls = config_class(architecture)
@@ -130,6 +169,13 @@ def tiny(architecture: str, **fields: Any) -> Any:
     if "num_kv_shared_layers" in known:
         shared = {name: value for name, value in OF_LAYERS.items() if name in known or name == "global_head_dim"}
         fields = {**fields, **shared, **{name: fields[name] for name in fields if name in shared and name != "num_hidden_layers"}}
+    for field, own in OF_STATES.items():
+        if field in known:
+            values = values | {name: value for name, value in own.items() if name in known}
+            fields = {name: value for name, value in fields.items() if name != "head_dim"}  # of which an even number must rotate
+            if "layers_block_type" not in known:
+                layers = fields.get("num_hidden_layers", TINY["num_hidden_layers"])
+                fields = {"layer_types": [STATE_KINDS[index % 2] for index in range(layers)], **fields}
     if has_ropes(known.get("rope_parameters")):
         rope = fields.get("rope_parameters", TINY["rope_parameters"])
         if not has_ropes(rope):
@@ -156,7 +202,11 @@ def with_rope(parameters: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[st
 
 def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any]:
     """Return the configs that numbers are compared for."""
-    known = vars(config_class(architecture)())
+    known = set(vars(config_class(architecture)()))
+    if not ties(architecture):
+        known -= {"tie_word_embeddings"}
+    if "mamba_num_heads" in known:
+        known -= {"sliding_window", "attention_bias"}  # which transformers' code doesn't read
     common = [{name: value for name, value in fields.items() if name in known} for fields in VARIANTS]
     return [tiny(architecture, **fields) for fields in [*common, *more]]
 
@@ -181,7 +231,7 @@ def changes(architecture: str) -> Iterator[Change]:
                 yield Change(field, {field: not value, **{name: number for name, number in needed.items() if name in own}})
         elif isinstance(value, float) and not field.endswith(("dropout", "range")):
             yield Change(field, {field: value * 3 or 0.5})
-            if field.endswith("eps"):
+            if field.endswith(("eps", "epsilon")):
                 yield Change(field, {field: 1e-12}, tiny_weights=1e-5)
         elif field in ("hidden_act", "hidden_activation"):
             yield Change(field, {field: "gelu" if value != "gelu" else "silu"})
