@@ -49,22 +49,22 @@ class Model:
 
     @property
     def channels(self) -> int:
-        """Of the layer's output."""
+        """Number of channels of the layer's output."""
         return self.heads * (self.shape.v_size if isinstance(self.shape, DeltaShape) else self.shape.head_size)
 
     @property
     def state_bytes(self) -> int:
-        """Of one row, as kept."""
+        """Bytes of one row's state."""
         inputs, state = self.shape.spec(INDEX).tensors
         return inputs.rows * inputs.row_size * DTYPE.itemsize + state.rows * state.row_size * 4
 
     @property
     def projection_flop(self) -> int:
-        """Of a token: into convolution, gate and heads' numbers, and out of the layer."""
+        """Return the multiplications of a token in the layer's projections: inputs of convolution, gate and heads, and the output."""
         return 2 * self.hidden * (self.shape.conv_channels + 2 * self.channels + 2 * self.heads)
 
     def flop(self) -> int:
-        """Of a token in chunks of 64: products of matrices, the triangular inverse left out."""
+        """Return the operations of a token in chunks of 64: matrix products, without the triangular inverse."""
         if isinstance(self.shape, DeltaShape):
             d = self.shape
             return 2 * d.v_heads * (3 * d.k_size * d.v_size + 64 * (2 * d.k_size + 2 * d.v_size))

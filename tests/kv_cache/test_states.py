@@ -21,7 +21,7 @@ THREE = KV, WINDOW, CacheGroup((2,), 4, pages_per_block=2, recurrent=True)
 
 
 def step(kv: PrefixCache, *grants: tuple[LiveRequest, int]) -> tuple[list[Allocation], Sequence[PageCopy], Sequence[Checkpoint]]:
-    """Give each request blocks for so many tokens, commit those known, and submit."""
+    """Give each request blocks for its number of tokens, commit the known ones, and submit."""
     allocations = []
     for each, tokens in grants:
         allocation = kv.allocate(each, tokens)

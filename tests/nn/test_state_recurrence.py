@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 @pytest.fixture(params=HOWS)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Of the inputs. The interpreter also runs the kernels for chunks of 16-bit numbers in float32, where they must be exact."""
+    """Dtype of the inputs. The interpreter also runs the kernels for chunks of 16-bit numbers in float32, where they must be exact."""
     take_kernels(monkeypatch, conv, delta, mamba, norm)
     if request.param == "in chunks":
         from dovetail.nn.kernels import delta_rule, mamba2
@@ -43,7 +43,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 @pytest.fixture
 def tokens(request: pytest.FixtureRequest, dtype: torch.dtype) -> int:
-    """Of a sequence: more than a chunk, but where the interpreter computes one token after the other."""
+    """Tokens of a sequence: more than a chunk, except where the interpreter computes one token after the other."""
     return 10 if INTERPRETED and request.node.callspec.params["dtype"] == "float32" else 70
 
 
@@ -168,7 +168,7 @@ def padded(batch: StateBatch, bound: BoundStates, rows: int) -> StateBatch:
 @kinds
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_step_changes_the_states_of_its_rows_only(kind: str, length: int, dtype: torch.dtype) -> None:
-    """Those of other rows hold NaN throughout, and padding changes nothing but the waste page."""
+    """States of other rows hold NaN throughout, and padding changes only the waste page."""
     torch.manual_seed(3)
     model, others = net(kind, dtype), (0, 2)
     bound, s = model.bound(3), model.sequence(length + 2)

@@ -31,7 +31,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state_of(groups: int, lens: list[int], seed: int) -> RowState:
-    """Rows of so many tokens, with random pages."""
+    """Return rows with these numbers of tokens and random pages."""
     state = RowState(MAX_ROWS, MAX_LEN, layout(*GROUPS[groups]), DEVICE)
     state.pool_allocated(POOL)
     rng = np.random.default_rng(seed)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""What the kernels of recurrent layers share: where rows of a state lie, and functions of a token's step."""
+"""Functions that the kernels of recurrent layers share: addresses of a state's rows, tilings, and gates."""
 
 from __future__ import annotations
 
