@@ -69,6 +69,7 @@ class Site:
         (info / "entry_points.txt").write_text(text if raw_entry_points is None else raw_entry_points)
         for module, source in modules.items():
             (self.path / f"{module}.py").write_text(source)
+            sys.modules.pop(module, None)  # another site's, of a test before
         importlib.invalidate_caches()
 
     def install_scheduler(self, distribution: str = "dovetail-fair", name: str = "fair", version: str = "1.0", **fields: object) -> None:

@@ -26,3 +26,10 @@ def test_no_config_has_a_field_that_the_architectures_own_does_not_have(architec
         assert {*change.fields} <= known, f"{change.field}: {change.fields}"
     for config in variants(architecture, ()):
         assert {*vars(config)} <= known
+
+
+def test_a_config_changes_nothing_of_others() -> None:
+    """Those of Qwen3.5 add to `rope_parameters` how much of a head rotates."""
+    before = [config.to_dict() for config in variants("Gemma4ForCausalLM", ())]
+    assert len([*variants("Qwen3_5ForCausalLM", ())]) > 1
+    assert [config.to_dict() for config in variants("Gemma4ForCausalLM", ())] == before

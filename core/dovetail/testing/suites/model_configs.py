@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 TINY: dict[str, Any] = {
@@ -182,7 +183,8 @@ def tiny(architecture: str, **fields: Any) -> Any:
             fields = {**fields, "rope_parameters": {KINDS[0]: {**rope, "rope_theta": 30.0}, KINDS[1]: rope}}
         kinds = [KINDS[index % 2] for index in range(fields.get("num_hidden_layers", TINY["num_hidden_layers"]))]
         fields = {"layer_types": kinds, **fields}
-    config = cls(**{name: value for name, value in values.items() if name in known and name not in fields}, **fields)
+    # copied, since configs change the dicts that they are given: some add how much of a head rotates
+    config = cls(**deepcopy({name: value for name, value in values.items() if name in known} | fields))
     config.architectures = [architecture]
     return config
 
