@@ -29,7 +29,7 @@ def test_no_config_has_a_field_that_the_architectures_own_does_not_have(architec
 
 
 def test_a_config_changes_nothing_of_others() -> None:
-    """Those of Qwen3.5 add to `rope_parameters` how much of a head rotates."""
+    """transformers' config of Qwen3.5 writes `partial_rotary_factor` into the dict that it is given."""
     before = [config.to_dict() for config in variants("Gemma4ForCausalLM", ())]
     assert len([*variants("Qwen3_5ForCausalLM", ())]) > 1
     assert [config.to_dict() for config in variants("Gemma4ForCausalLM", ())] == before

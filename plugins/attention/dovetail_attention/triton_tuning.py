@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REGISTERS = 65_536  # of a multiprocessor
 RESERVED_BYTES = 1024  # of shared memory reserved by CUDA, per program
 SPARE_BYTES = 1536  # of shared memory: exchange between warps, barriers
-PIECE = 8  # tokens of a block that are loaded apart in one piece, a multiple of this: so many rows are swizzled alike in shared memory
+PIECE = 8  # a piece, the tokens of a block that one load fetches, is a multiple of this: the swizzle of shared memory repeats every 8 rows
 PARTS = 4  # of a multiprocessor that warps are distributed over
 
 

@@ -481,8 +481,8 @@ class PrefixCache(KVCacheManager):
         return True
 
     def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
-        """Request a checkpoint at the first target within the hashes that are committed now, up to `full`, unless there is one. It may take what
-        is free or cached, except a block of each group for every request, which decodes are about to take: none is preempted for a checkpoint."""
+        """Request a checkpoint at the first target within the hashes that are committed now, up to `full`, unless there is one. It takes free or
+        cached pages, but leaves one block of each group for every request, so that no decode is preempted for a checkpoint."""
         pool, group = self._pool, len(self._paged)
         if table.pending is not None:
             return
