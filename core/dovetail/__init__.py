@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dovetail.front.llm_engine import LLMEngine
     from dovetail.front.vllm_args import EngineArgs
     from dovetail.request import CompletionOutput, RequestOutput
-    from dovetail.sampling_params import OutputKind, SamplingParams
+    from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams
     from dovetail.structured import Structured, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ _HOMES = {
     "LLM": "dovetail.front.llm",
     "LLMEngine": "dovetail.front.llm_engine",
     "AsyncLLMEngine": "dovetail.front.async_engine",
+    "BeamSearchParams": "dovetail.sampling_params",
     "EngineArgs": "dovetail.front.vllm_args",
     "EngineConfig": "dovetail.config",
     "DovetailError": "dovetail.errors",
@@ -39,6 +40,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "DovetailError",
     "EngineArgs",

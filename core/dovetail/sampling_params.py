@@ -1,4 +1,7 @@
-"""`SamplingParams`: how to choose the tokens of one request, and when to stop. It checks its own values. This file doesn't need torch."""
+"""`SamplingParams`: how to choose the tokens of one request, and when to stop; `BeamSearchParams`: the same for `LLM.beam_search`.
+
+They check their own values. This file doesn't need torch.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,9 @@ NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
 }
 
 _VLLMS_RULES = ("structured_outputs", "guided_decoding")  # vLLM's names of `structured`, by which it takes other values
+LENGTH_PENALTIES = (-10.0, 10.0)  # the allowed range: no length to this power overflows
+BEAM_SEARCH = "beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
+BEAM_NAMES = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping", "diversity_penalty")  # of requests in other engines
 
 T = TypeVar("T")
 
@@ -44,14 +50,14 @@ class OutputKind(Enum):
 
 
 def _refuses_unknown_fields(cls: type[T]) -> type[T]:
-    """Make a dataclass's error for an unknown argument say which field was probably meant."""
+    """Make a dataclass's error for an unknown argument say which field was probably meant, and translate vLLM's names of `structured`."""
     make: Any = cls
     made = make.__init__
     known = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
 
     @functools.wraps(made)
     def init(self: T, *args: Any, **named: Any) -> None:
-        for name in _VLLMS_RULES:
+        for name in _VLLMS_RULES if "structured" in known else ():
             if name in named and (rule := named.pop(name)) is not None:
                 if named.get("structured") is not None:
                     raise RequestError(f"{name} and structured say the same: give one of them")
@@ -69,11 +75,14 @@ def _refuses_unknown_fields(cls: type[T]) -> type[T]:
 
 
 def _unknown_field(name: str, valid: Sequence[str]) -> str:
-    if name in NAMES_ELSEWHERE:
+    kind = "beam search" if "beam_width" in valid else "sampling"
+    if NAMES_ELSEWHERE.get(name) in valid:
         return f"{name}: the name for this is {NAMES_ELSEWHERE[name]}"
+    if name in BEAM_NAMES and kind == "sampling":
+        return f"{name}: {BEAM_SEARCH}"
     if planned := not_yet(name):
-        return f"{name}: unknown sampling parameter: {planned}"
-    return f"{name[:80]}: unknown sampling parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
+        return f"{name}: unknown {kind} parameter: {planned}"
+    return f"{name[:80]}: unknown {kind} parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
 
 
 @_refuses_unknown_fields
@@ -184,6 +193,30 @@ def changed_unchecked(params: SamplingParams, **changes: Any) -> SamplingParams:
     return other
 
 
+@_refuses_unknown_fields
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """The parameters of `LLM.beam_search`. It is frozen, and checked when made, as `SamplingParams` are. Beams are compared by the model's own
+    probabilities: nothing else changes them, and a model's default sampling parameters don't apply."""
+
+    beam_width: int  # beams kept after each token, and answers returned for each prompt
+    max_tokens: int  # the most tokens of an answer; the model's length always holds
+    ignore_eos: bool = False  # go on after the model's EOS
+    temperature: float = 0.0  # only 0: nothing is drawn
+    length_penalty: float = 1.0  # score: log-probability / length ** length_penalty, -10 to 10; larger values favour longer answers
+    include_stop_str_in_output: bool = False  # keep the text of EOS at the end
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    detokenize: bool = True  # False: token ids only, no text
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "beam_width", _integer("beam_width", self.beam_width, 1, INT64[1]))
+        object.__setattr__(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, INT64[1]))
+        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, *LENGTH_PENALTIES))
+        _check_bools(self, "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+        if as_number(self.temperature) != 0:
+            raise RequestError(f"temperature must be 0: beam search draws nothing, it keeps the most probable answers; got {shown(self.temperature)}")
+
+
 def _integer(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> int | None:
     if value is None and optional:
         return None
@@ -232,7 +265,7 @@ def _items(name: str, values: Any, what: str) -> Collection[Any]:
     return values
 
 
-def _check_bools(params: SamplingParams, *names: str) -> None:
+def _check_bools(params: SamplingParams | BeamSearchParams, *names: str) -> None:
     for name in names:
         if not isinstance(getattr(params, name), bool):
             raise RequestError(f"{name} must be true or false, got {shown(getattr(params, name))}")

@@ -20,7 +20,7 @@ import dovetail.api
 from dovetail import request, sampling_params
 
 OF_REQUEST = ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestMetrics", "RequestOutput")
-OF_SAMPLING_PARAMS = ("OutputKind", "SamplingParams")
+OF_SAMPLING_PARAMS = ("BeamSearchParams", "OutputKind", "SamplingParams")
 
 
 def lines() -> Iterator[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tools import docs_hooks
 
-from dovetail import LLM, AsyncLLMEngine, EngineArgs, EngineConfig, LLMEngine, SamplingParams
+from dovetail import LLM, AsyncLLMEngine, BeamSearchParams, EngineArgs, EngineConfig, LLMEngine, SamplingParams
 from dovetail.errors import ConfigError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.async_engine import _in_our_order
@@ -302,6 +302,13 @@ def chats(llm: LLM) -> None:
     assert len(answer["token_ids"]) == 4
 
 
+def beams(llm: LLM) -> None:
+    best, other = llm.beam_search([{"prompt": "ROMEO:"}], BeamSearchParams(beam_width=2, max_tokens=3))[0].sequences
+    assert best.cum_logprob >= other.cum_logprob
+    assert best.text == llm.get_tokenizer().decode(best.tokens), "of the prompt, too"
+    assert [entries[token].logprob <= 0 for token, entries in zip(best.tokens[-3:], best.logprobs, strict=True)] == [True] * 3
+
+
 def same_engine(llm: LLM) -> None:
     assert llm.llm_engine is llm.engine
 
@@ -344,6 +351,7 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     "llm.generate(prompts, sampling_params, use_tqdm)": generates,
     'llm.generate([{"prompt_token_ids": [1, 2]}])': ids,
     "llm.chat(messages, sampling_params)": chats,
+    "llm.beam_search(prompts, BeamSearchParams(beam_width=...": beams,
     "llm.get_tokenizer()": tokenizers,
     "llm.get_default_sampling_params()": defaults,
     "llm.get_metrics()": metrics,

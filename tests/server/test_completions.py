@@ -72,6 +72,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"logprobs": 2, "echo": True},
     {"n": 2, "best_of": 2},
+    {"use_beam_search": False},
     {"return_token_ids": True},
     {"user": "somebody"},
 ]

@@ -47,6 +47,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tempreature": 1}, "tempreature", "did you mean temperature"),
     ({"suffix": "end"}, "suffix", "fill gaps"),
     ({"best_of": 3}, "best_of", "must equal n"),
+    ({"use_beam_search": True}, "use_beam_search", "LLM.beam_search(prompts, BeamSearchParams("),
     ({"prompt": []}, "prompt", ""),
     ({"prompt": ["a", 1]}, "prompt", "one kind"),
     ({"prompt": [10**7]}, "prompt", ""),

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm  # in a notebook a widget
 from dovetail.checks import BINARY, is_integer, shown
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import engine_info
+from dovetail.front.beam_search import BeamSearchOutput, beam_search
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.engine_thread import Aborted, Unread
@@ -24,7 +25,7 @@ from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.request_checks import Prompt
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.request import RequestOutput
-from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams, changed_unchecked
 
 
 class LLM:
@@ -108,6 +109,27 @@ class LLM:
         )
         prompts: list[Prompt] = [*self._chat.prompts(_conversations(messages), options)]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        **others: Any,
+    ) -> list[BeamSearchOutput]:
+        """Return the most probable answers to one prompt or a list, each text or token ids, as beam search finds them.
+
+        Returns an output for each prompt, in order. `concurrency_limit`: the most prompts searched at a time; None: as many as the engine has seats
+        for, counting beams. Raises and ends as `generate` does; concurrent calls share steps.
+        """
+        if others:
+            check_call("beam_search", others)
+        prompts = _as_list(prompts)
+        generate = partial(self.generate, use_tqdm=False)
+        with tqdm(total=len(prompts), desc="prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            return beam_search(self.engine, generate, prompts, params, concurrency_limit, bar.update)
 
     @cached_property
     def _chat(self) -> ChatFrontEnd:

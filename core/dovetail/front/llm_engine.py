@@ -226,6 +226,17 @@ class LLMEngine:
         return self._intake.all_tokenized(prompts)
 
     @exclusive
+    def checked_prompts(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
+        """Return the token ids of each prompt. Raises as `add_request` does of a request with such a prompt and parameters; adds none."""
+        self._check_open()
+        return [self._intake.check("unnamed", prompt, params, RequestFields(), None).token_ids for prompt in prompts]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer by default: those of the model's `generation_config.json` or `config.json`."""
+        return self._assembly.defaults.eos_token_ids
+
+    @exclusive
     def abort_request(self, request_id: str | Sequence[str] | Set[str]) -> None:
         """Abort one request or several: no more outputs are delivered. Unknown ids are ignored. Raises `RequestError` if it is neither an id nor a
         list, tuple or set of ids."""

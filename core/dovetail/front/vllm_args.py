@@ -15,7 +15,7 @@ from typing import Any
 from dovetail.checks import as_number, did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, RequestError
-from dovetail.sampling_params import SamplingParams
+from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
 
 logger = logging.getLogger("dovetail")
 
@@ -221,6 +221,10 @@ _SCHEDULERS = "a scheduler decides that: choose or write one (scheduler)"
 _MODEL_IMPL = "name the component: model={'path': …, 'component': 'transformers'}"
 _EDIT_CONFIG = "edit the config.json of a local copy"
 _TEXT_ONLY = "models of text alone are served"
+_SOFT_PROMPTS = (
+    "prompt adapters (soft prompts) aren't served, and vLLM has dropped them, too: hardly any model comes with one; write the instruction into the "
+    "prompt, whose K and V the prefix cache keeps"
+)
 _OFF = (None, False)
 
 _ROWS = (
@@ -325,6 +329,11 @@ _ROWS = (
     # What requests ask for
     _anyway("enable_lora", *_OFF, why="there are no adapters", otherwise=_LORA, refused=True),
     *(_anyway(name, None, why="there are no adapters", otherwise=_LORA, refused=8) for name in ("max_loras", "max_lora_rank")),
+    _anyway("enable_prompt_adapter", *_OFF, why="there are no soft prompts", otherwise=_SOFT_PROMPTS, refused=True),
+    *(
+        _anyway(name, None, 0, why="there are no soft prompts", otherwise=_SOFT_PROMPTS, refused=8)
+        for name in ("max_prompt_adapters", "max_prompt_adapter_token")
+    ),
     *(_anyway(name, None, why="nothing is drafted", otherwise=_DRAFTS, refused="small") for name in ("speculative_config", "speculative_model")),
     _anyway("num_speculative_tokens", None, why="nothing is drafted", otherwise=_DRAFTS, refused=3),
     _anyway("structured_outputs_config", None, {}, why="grammar decides", otherwise="name the backend: grammar", refused={"backend": "xgrammar"}),
@@ -352,7 +361,8 @@ _ROWS = (
 
 CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to do instead
     "lora_request": _LORA,
-    "prompt_adapter_request": _LORA,
+    "prompt_adapter_request": _SOFT_PROMPTS,
+    "use_beam_search": BEAM_SEARCH,
     "priority": "each request has its own: LLMEngine.add_request(…, priority=…)",
     "guided_options_request": "say it in the sampling parameters: structured_outputs",
     "tokenization_kwargs": "SamplingParams has truncate_prompt_tokens; give token ids for anything else",

@@ -14,7 +14,7 @@ from dovetail.front.chat import ChatOptions
 from dovetail.front.grammars import token_speller
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.sampling_params import BEAM_SEARCH, OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, given
@@ -29,6 +29,7 @@ NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "promp
 OPENAI_ONLY = (
     Only("store", (False,), "answers aren't stored: leave it out, or set it to false"),
     Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; schedulers use `priority`'),
+    Only("use_beam_search", (False,), f"{BEAM_SEARCH} in a program, the server has none"),
 )
 
 
@@ -99,6 +100,7 @@ class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     # Only some values are supported
     service_tier: str | None = None
     store: bool | None = None
+    use_beam_search: bool | None = None
 
     def check_stream(self) -> None:
         """Raise `HttpError` for parameters that contradict `stream`."""
