@@ -162,9 +162,9 @@ class SamplingParams:
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at least one token")
         if self.structured is not None:
-            put("structured", Structured.of(self.structured))
+            put("structured", rule := Structured.of(self.structured))
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
-                if value := getattr(self, name):
+                if (value := getattr(self, name)) and (rule.kind is not None or name == "allowed_token_ids"):
                     raise RequestError(
                         f"{name} and structured contradict each other: the rule says which tokens may come, and where the end; got {shown(value)}"
                     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
-from dovetail.checks import BINARY, exact_float, plain_text, shown, unicode_error
+from dovetail.checks import BINARY, INT64, exact_float, plain_integer, plain_text, shown, unicode_error
 from dovetail.errors import RequestError
 
 RULES = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")  # the fields of which exactly one is given
@@ -26,7 +26,8 @@ _STRUCTURE_KEYS = ("begin", "schema", "end")
 class Structured:
     """A structured-output spec: exactly one of the first six fields. Raises `RequestError` naming the field for an invalid value.
 
-    With `after`, say `"</think>"`, the spec applies after the first such text in the answer; anything may precede it.
+    With `after`, say `"</think>"`, the spec applies after the first such text in the answer; anything may precede it. With `after_tokens`, the tokens
+    of that text are forced after so many without it, which limits the reasoning of a model; then the first six fields may be missing.
     """
 
     json_schema: Any = None  # a JSON Schema: a mapping, its JSON, or a pydantic model's class; kept as its JSON
@@ -36,17 +37,25 @@ class Structured:
     json_object: bool = False  # any JSON object
     structural_tag: str | Mapping[str, Any] | None = None  # see `dovetail.api.grammar.GrammarSpec`; kept as its JSON
     after: str | None = None
+    after_tokens: int | None = None  # 1 or more
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise _wrong("json_object", f"it must be true or false, got {shown(self.json_object)}")
         given = [name for name in RULES if getattr(self, name) is not None and getattr(self, name) is not False]
-        if len(given) != 1:
+        if len(given) != 1 and (given or self.after_tokens is None):
             raise RequestError(f"structured must have exactly one of {', '.join(RULES)}; got {' and '.join(given) or 'none'}")
-        [name] = given
-        object.__setattr__(self, name, _CHECKS[name](getattr(self, name), name))
+        for name in given:
+            object.__setattr__(self, name, _CHECKS[name](getattr(self, name), name))
         if self.after is not None:
             object.__setattr__(self, "after", _text(self.after, "after"))
+        if self.after_tokens is not None:
+            tokens = plain_integer(self.after_tokens)
+            if tokens is None or not 0 < tokens <= INT64[1]:
+                raise _wrong("after_tokens", f"it must be an integer of 1 or more, got {shown(self.after_tokens)}")
+            object.__setattr__(self, "after_tokens", tokens)
+            if self.after is None:
+                raise _wrong("after_tokens", "it needs `after`, the text that must have come by then")
 
     @classmethod
     def of(cls, value: Any) -> Structured:
@@ -62,14 +71,14 @@ class Structured:
         return cls(**value)
 
     @property
-    def kind(self) -> str:
-        """The field that is set: one of `RULES`."""
-        return next(name for name in RULES if getattr(self, name))
+    def kind(self) -> str | None:
+        """The field that is set: one of `RULES`; None: any text."""
+        return next((name for name in RULES if getattr(self, name)), None)
 
     @property
     def text(self) -> str:
         """The spec as text: see `dovetail.api.grammar.GrammarSpec`."""
-        value = getattr(self, self.kind)
+        value = "" if self.kind is None else getattr(self, self.kind)
         if self.kind == "choice":
             return json.dumps(value, ensure_ascii=False)
         return "" if self.json_object else str(value)

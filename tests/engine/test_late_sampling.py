@@ -225,6 +225,33 @@ def test_the_grammar_begins_behind_the_mark_however_it_is_cut(cuts: list[bytes])
     assert constraint.matcher is not None
 
 
+@IN_FLIGHT
+@pytest.mark.parametrize("rule", [None, 5])
+@pytest.mark.parametrize("most", [1, 2, 5, 30])
+def test_what_comes_before_the_mark_ends_after_its_most_tokens(most: int, rule: int | None, max_in_flight: int) -> None:
+    world = World(shape=Shape(max_in_flight=max_in_flight))
+    compiling = None if rule is None else compiled(Rule(rule, 0, VOCAB))
+    add(world, "bounded", Constraint(compiling, RuleBackend(VOCAB), b"7 8 ", most=most, closing=(7, 8)), max_tokens=12)
+    world.add(Spec("free", PROMPT, max_tokens=9))
+    while world.core.has_unfinished():
+        world.step()
+    expected = expected_by_rule(PROMPT, 12, 0, VOCAB, 1)[0][:most]  # any token
+    expected += [7, 8][: 12 - len(expected)]
+    expected += expected_by_rule((*PROMPT, *expected), 12 - len(expected), 0, VOCAB, rule or 1)[0]
+    assert world.tokens["bounded"] == expected
+    assert world.tokens["free"] == world.expected("free")[0]
+    late = [batch.late for batch in world.executor.sent if batch.yields_token.any()]
+    assert rule is not None or late.count(True) <= 2 + max_in_flight, "steps without a mask overlap as usual"
+
+
+def test_a_mark_that_comes_by_itself_is_not_forced() -> None:
+    constraint = Constraint(None, RuleBackend(VOCAB), b"7 8 ", most=3, closing=(7, 8))
+    for token in (1, 7, 8, 9, 9):
+        assert constraint.forced is None
+        assert constraint.see(token) is None
+    assert (constraint.forced, constraint.matcher, constraint.may_mask(99)) == (None, None, False)
+
+
 def test_requests_aborted_during_late_steps_do_not_affect_others() -> None:
     world = World(shape=Shape(max_seqs=12, num_blocks=128))
     for index in range(12):

@@ -58,6 +58,17 @@ def test_the_rule_begins_behind_what_it_is_told_to_come_after(llm: LLM) -> None:
     assert free.startswith(f"{thought}\n"), "what comes before is as if there were no rule"
 
 
+def test_what_must_come_is_forced_after_its_most_tokens(llm: LLM) -> None:
+    bound = Structured(after="</think>", after_tokens=5)
+    [output] = llm.generate("ROMEO: What", SamplingParams(max_tokens=40, temperature=0, structured=bound, ignore_eos=True), use_tqdm=False)
+    [free] = llm.generate("ROMEO: What", SamplingParams(max_tokens=5, temperature=0), use_tqdm=False)
+    assert output.outputs[0].text.startswith(f"{free.outputs[0].text}</think>")
+    assert len(output.outputs[0].token_ids) == 40, "any text may follow"
+    ruled = Structured(choice=["yes", "no"], after="</think>", after_tokens=5)
+    [output] = llm.generate("ROMEO: What", SamplingParams(max_tokens=40, temperature=0, structured=ruled), use_tqdm=False)
+    assert output.outputs[0].text.removeprefix(f"{free.outputs[0].text}</think>") in ("yes", "no")
+
+
 def test_stop_strings_and_limits_of_length_hold_within_a_rule(llm: LLM) -> None:
     params = SamplingParams(max_tokens=80, temperature=0, structured=Structured(regex="[a-c]{3}x[a-c]{3}"), stop="x")
     [output] = llm.generate("ROMEO:", params, use_tqdm=False)

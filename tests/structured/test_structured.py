@@ -53,6 +53,23 @@ def test_a_pydantic_model_stands_for_its_schema() -> None:
     assert json.loads(Structured(json_schema=Person).text) == Person.model_json_schema()
 
 
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, "9", True, 2**63])
+def test_the_tokens_before_the_mark_are_a_positive_integer(tokens: Any) -> None:
+    with pytest.raises(RequestError, match=r"structured\.after_tokens: it must be an integer of 1 or more"):
+        Structured(after="</think>", after_tokens=tokens)
+
+
+def test_a_bound_without_a_mark_or_with_two_rules_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"structured\.after_tokens: it needs `after`"):
+        Structured(after_tokens=5)
+    with pytest.raises(RequestError, match="exactly one of"):
+        Structured(regex="a", choice=["a"], after="x", after_tokens=5)
+    with pytest.raises(RequestError, match="exactly one of"):
+        Structured(after="x")
+    with pytest.raises(RequestError, match="allowed_token_ids and structured contradict"):
+        SamplingParams(structured=Structured(after="x", after_tokens=5), allowed_token_ids=[1])
+
+
 def test_it_can_be_copied_pickled_hashed_and_written_as_a_mapping() -> None:
     params = SamplingParams(structured=Structured(choice=["yes", "no"], after="</think>"))
     for same in (

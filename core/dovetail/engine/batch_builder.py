@@ -50,7 +50,7 @@ class BatchBuilder:
             num_tokens=np.array(tokens, np.int32),
             yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
-            late=constrained and any(r.constraint is not None and r.yields_token for r in requests),
+            late=constrained and any(r.yields_token and r.constraint is not None and r.constraint.may_mask(r.in_flight - 1) for r in requests),
         )
         flight = InFlightStep(
             index=step.index,

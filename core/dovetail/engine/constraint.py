@@ -1,4 +1,5 @@
-"""`Constraint`: applies a grammar to one sample. Holds the sample back during compilation, then masks and checks its tokens."""
+"""`Constraint`: applies a grammar to one sample. Holds the sample back during compilation, then masks and checks its tokens. It may also bound what
+comes before the grammar, such as reasoning, with or without a grammar after it."""
 
 from __future__ import annotations
 
@@ -12,40 +13,62 @@ from dovetail.engine.finish import Finish
 class Constraint:
     """A `Preparation` until the grammar is compiled, and a `TokenWatcher` afterwards. Samples share `compiling`; each has its own matcher."""
 
-    __slots__ = ("_after", "_compiling", "_matcher", "_tail", "_token_bytes", "backend")
+    __slots__ = ("_after", "_closing", "_compiling", "_left", "_matcher", "_tail", "_token_bytes", "backend")
 
     def __init__(
-        self, compiling: Future[Grammar], backend: GrammarBackend, after: bytes = b"", token_bytes: Sequence[bytes | None] | None = None
+        self,
+        compiling: Future[Grammar] | None,
+        backend: GrammarBackend,
+        after: bytes = b"",
+        token_bytes: Sequence[bytes | None] | None = None,
+        most: int | None = None,
+        closing: Sequence[int] = (),
     ) -> None:
-        """`compiling` yields the grammar, or a `RequestError`. The grammar applies after the first `after` in the answer, which may be the text of a
-        special token if `token_bytes` has those; None: the backend's bytes, without special tokens."""
+        """`compiling` yields the grammar, or a `RequestError`; None: any text. The grammar applies after the first `after` in the answer, which may be
+        the text of a special token if `token_bytes` has those; None: the backend's bytes, without special tokens. `most`: the tokens that may come
+        without `after`; then the token ids `closing`, which spell it, are forced."""
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
+        self._left, self._closing = most, closing  # negative: so many of `_closing` have been forced
         self._tail = b""  # the end of the text so far, shorter than `_after`
         self._token_bytes = backend.context.token_bytes if token_bytes is None else token_bytes
         self._matcher: Matcher | None = None
 
     def closed(self) -> bool:
-        return not self._compiling.done()
+        return self._compiling is not None and not self._compiling.done()
 
     def failed(self) -> str | None:
-        error = self._compiling.exception() if self._compiling.done() else None
+        error = self._compiling.exception() if self._compiling is not None and self._compiling.done() else None
         return None if error is None else str(error) or type(error).__name__
+
+    def may_mask(self, ahead: int) -> bool:
+        """Return False if any token is allowed after `ahead` more tokens, whatever they are."""
+        return self._compiling is not None or (bool(self._after) and self._left is not None and self._left <= ahead)
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that is allowed next, because nothing but `after` may follow; None otherwise."""
+        if not self._after or self._left is None or self._left > 0:
+            return None
+        return self._closing[-self._left % len(self._closing)]
 
     @property
     def matcher(self) -> Matcher | None:
-        """Return the matcher of the next token; None while any token is allowed."""
-        if self._after:
+        """Return the matcher of the next token; None while any token is allowed, or one is `forced`."""
+        if self._after or self._compiling is None:
             return None
         if self._matcher is None:
             self._matcher = self._compiling.result(timeout=0).begin()
         return self._matcher
 
     def see(self, token: int) -> Finish | None:
-        matcher = self.matcher
-        if matcher is None:
+        if self._after:
+            if self._left is not None:
+                self._left = self._left - 1 if self.forced in (None, token) else 0
             self._look_for_beginning(self._token_bytes[token] or b"")
+            return None
+        if (matcher := self.matcher) is None:
             return None
         try:
             accepted = matcher.accept(token)

@@ -23,9 +23,12 @@ def fill_masks(
     """Return the masks of a step's `requests` at these indices, which have constraints, in `memory` of so many lines and words a line; and why
     some of them can't go on: a matcher that fails, or that allows nothing at all, ends its own request alone."""
     at, matchers, backend = [], [], None
+    forced: dict[int, int] = {}  # index -> the only token that may come
     for index in indices:
         constraint = requests[index].constraint
-        if constraint is not None and (matcher := constraint.matcher) is not None:
+        if constraint is not None and (token := constraint.forced) is not None:
+            forced[index] = token
+        elif constraint is not None and (matcher := constraint.matcher) is not None:
             at.append(index)
             matchers.append(matcher)
             backend = constraint.backend
@@ -47,4 +50,16 @@ def fill_masks(
     if failed:
         good = [line for line, index in enumerate(at) if requests[index] not in failed]
         at, words = [at[line] for line in good], words[good]
+    if forced:
+        at, words = _with_forced(at, words, forced)
     return Masks(np.array(at, np.int32), words), failed
+
+
+def _with_forced(at: list[int], words: NDArray[np.uint32], forced: dict[int, int]) -> tuple[list[int], NDArray[np.uint32]]:
+    """Return the indices, ascending, and masks with a line for each forced token."""
+    lines = np.zeros((len(forced), words.shape[1]), np.uint32)
+    tokens = np.fromiter(forced.values(), np.int64)
+    lines[np.arange(len(forced)), tokens // 32] = np.uint32(1) << (tokens % 32).astype(np.uint32)
+    every = [*at, *forced]
+    order = sorted(range(len(every)), key=every.__getitem__)
+    return [every[line] for line in order], np.concatenate((words, lines))[order]

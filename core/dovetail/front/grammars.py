@@ -10,9 +10,11 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, SpecKind
+from dovetail.checks import shown
 from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError, UnsupportedError, describe
 from dovetail.front.detokenizer import byte_pieces
@@ -58,15 +60,18 @@ class GrammarCompiler:
         limits: Limits,
         name: str = "",
         spelled: Sequence[bytes] | None = None,
+        encode: Callable[[str], Sequence[int]] | None = None,
         *,
         threads: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens included; None: those of the backend's context.
-        `threads`: None means half of the cores, from one to four."""
+        `encode`: returns the token ids of a text; None: `Structured.after_tokens` is refused. `threads`: None means half of the cores, from one to
+        four."""
         self.backend = backend
         self._name = name or type(backend).__name__
         self._spelled = spelled if spelled is not None else [piece or b"" for piece in backend.context.token_bytes]
+        self._encode = encode
         self._limits = limits
         self._threads = threads or min(4, max(1, (os.cpu_count() or 1) // 2))
         self._cache = _Cache(cache_bytes)
@@ -91,17 +96,25 @@ class GrammarCompiler:
             if token_id < vocab_size:
                 plain[token_id] = None
         backend: GrammarBackend = part.make(GrammarContext(plain, frozenset(stop_ids), vocab_size))
-        return cls(backend, limits, part.qualified_name, spelled)
+        return cls(backend, limits, part.qualified_name, spelled, partial(tokenizer.encode, special_tokens=False))
 
     def constraints(self, params: SamplingParams) -> list[Constraint]:
         """Return a constraint for each sample of a request with structured output, which waits for the grammar, and fails with the reason if it
         doesn't compile. Raises `RequestError` for a kind of spec that the backend doesn't support."""
         structured = Structured.of(params.structured)
-        if structured.kind not in (kinds := self.backend.capabilities.kinds):
+        if structured.kind not in (None, *(kinds := self.backend.capabilities.kinds)):
             raise RequestError(f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}")
-        compiling = self.compile(spec_of(structured))
-        after = b"" if structured.after is None else structured.after.encode()
-        return [Constraint(compiling, self.backend, after, self._spelled) for _ in range(params.n)]
+        after, most = (structured.after or "").encode(), structured.after_tokens
+        closing = self._closing(structured.after or "") if most is not None else ()
+        compiling = None if structured.kind is None else self.compile(spec_of(structured))
+        return [Constraint(compiling, self.backend, after, self._spelled, most, closing) for _ in range(params.n)]
+
+    def _closing(self, after: str) -> Sequence[int]:
+        """Return token ids that spell `after`. Raises `RequestError` if the model has none."""
+        ids = [] if self._encode is None else self._encode(after)
+        if not ids or after.encode() not in b"".join(self._spelled[one] if one < len(self._spelled) else b"" for one in ids):
+            raise RequestError(f"structured.after_tokens: this model's tokens can't spell {shown(after)}")
+        return ids
 
     def compile(self, spec: GrammarSpec) -> Future[Grammar]:
         """Return a future of the grammar. Its exception is a `RequestError` whose text begins with "structured"."""

@@ -89,8 +89,9 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
 
 def check_structured(structured: Structured, limits: Limits) -> None:
     """Check a structured-output spec against its limits. Whether it compiles is known only later."""
-    at_most(f"structured.{structured.kind}: its characters", len(structured.text), limits, "max_grammar_chars")
-    at_most(f"structured.{structured.kind}: brackets within each other", structured.depth(), limits, "max_grammar_depth")
+    if structured.kind is not None:
+        at_most(f"structured.{structured.kind}: its characters", len(structured.text), limits, "max_grammar_chars")
+        at_most(f"structured.{structured.kind}: brackets within each other", structured.depth(), limits, "max_grammar_depth")
     if structured.after is not None:
         at_most("structured.after: its characters", len(structured.after), limits, "max_stop_chars")
 
