@@ -122,18 +122,32 @@ def job_keys() -> str:
 
 
 def request_fields() -> str:
-    """Return the fields of the server's endpoints without effect, and those with unsupported values."""
-    from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS
+    """Return the fields of the server's endpoints with unsupported values."""
+    from dovetail_server.protocol.openapi import ONLY, OPERATIONS
 
-    lines = []
+    lines = ["| | field | accepted values | reason |", "|---|---|---|---|"]
     for operation in OPERATIONS:
         if operation.request in ONLY and operation.streams:
-            lines += ["", f"### {operation.path}", "", f"Accepted without effect: {_code(*NO_EFFECT[operation.request])}.", ""]
-            lines += ["| field | accepted values | reason |", "|---|---|---|"]
-            for name, values, reason in ONLY[operation.request]:
+            for index, (name, values, reason) in enumerate(ONLY[operation.request]):
                 accepted = _code(*(json.dumps(value) for value in values)) or "none"
-                lines.append(f"| `{name}` | {accepted} | {reason.replace('|', chr(92) + '|')} |")
+                lines.append(f"| {'' if index else f'`{operation.path}`'} | `{name}` | {accepted} | {reason.replace('|', chr(92) + '|')} |")
     return "\n".join(lines)
+
+
+def advisory_fields() -> str:
+    """Return a table of the fields that the server's endpoints ignore."""
+    from dovetail_server.protocol.openai_common import GenerationFields
+    from dovetail_server.protocol.openapi import OPERATIONS
+
+    found: dict[Any, list[str]] = {}
+    for operation in OPERATIONS:
+        if operation.streams and operation.request is not None and issubclass(operation.request, GenerationFields):
+            for field in operation.request.ADVISORY:
+                found.setdefault(field, []).append(operation.path.removeprefix("/v1/"))
+    rows = ["| field | of | without effect, since | with `refuse` |", "|---|---|---|---|"]
+    for field, paths in found.items():
+        rows.append(f"| `{field.path}` | {_code(*paths)} | {field.reason} | {'refused' if field.hint else 'accepted'} |")
+    return "\n".join(rows)
 
 
 def built_in_components() -> str:
@@ -294,6 +308,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "server settings": server_settings,
     "job keys": job_keys,
     "request fields": request_fields,
+    "advisory fields": advisory_fields,
     "built-in components": built_in_components,
     "api versions": api_versions,
     "vllm arguments": vllm_arguments,

@@ -48,7 +48,7 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Tokenizer, pieces: Sequence[str] = ("Hello", ",", " world"), *, paced: bool = False, finish: FinishReason = "stop"):
         self.pieces, self.paced, self.finish = pieces, paced, finish
-        intake = IntakeFacts(Limits(), 4096, tokenizer.vocab_size, GenerationDefaults(), "fake", "fake", has_logprobs=False)
+        intake = IntakeFacts(Limits(), 4096, tokenizer.vocab_size, GenerationDefaults(), "fake", "fake", has_logprobs=False, has_masks=True)
         self.info = EngineInfo("fake", intake, 16, 256)
         self.tokenizer = tokenizer
         self.chat = ChatFrontEnd(tokenizer, Limits(), intake.max_model_len)

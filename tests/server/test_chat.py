@@ -149,10 +149,10 @@ REFUSED = {
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "web_search_options": {},
-    "reasoning_effort": "high",
-    "verbosity": "low",
-    "store": True,
-    "service_tier": "flex",
+    "reasoning_effort": "huge",
+    "verbosity": "silent",
+    "store": "yes",
+    "service_tier": "none",
     "top_logprobs": 2,
 }
 

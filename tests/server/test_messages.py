@@ -19,7 +19,6 @@ from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
 from dovetail.request import CompletionOutput
-from dovetail_server.errors import HttpError
 from dovetail_server.parsers.pieces import Event
 from dovetail_server.protocol import messages as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
@@ -128,20 +127,8 @@ def test_a_block_in_the_wrong_place_is_refused_by_its_place(role: str, block: di
 def test_a_model_that_may_call_no_tools_is_shown_none() -> None:
     tools = [{"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object"}}]
     function = {"name": "weather", "description": "Weather of a city", "parameters": {"type": "object"}}
-    assert read(tools=tools).chat_options({}).tools == [{"type": "function", "function": function}]
-    assert read(tools=tools, tool_choice={"type": "none"}).chat_options({}).tools is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"output_config": {"effort": "high"}}, "output_config.effort"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ],
-)
-def test_what_cannot_be_honoured_is_rejected_by_name(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(HttpError, match=name):
-        read(**fields).check_supported()
+    assert read(tools=tools).to_conversation().options.tools == [{"type": "function", "function": function}]
+    assert read(tools=tools, tool_choice={"type": "none"}).to_conversation().options.tools is None
 
 
 def stop_of(output: CompletionOutput, *, used_tokens: int) -> tuple[str | None, str | None]:

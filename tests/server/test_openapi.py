@@ -10,10 +10,12 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from dovetail_server.app import create_app
+from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.messages import CountTokensRequest, MessagesRequest
-from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS, Operation
+from dovetail_server.protocol.openai_common import GenerationFields
+from dovetail_server.protocol.openapi import ONLY, OPERATIONS, Operation
 from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.routes.service import described_path
 from dovetail_server.settings import ServerSettings
@@ -53,11 +55,24 @@ def test_keys_are_asked_for_only_where_there_are_some(engine: FakeEngine) -> Non
     assert "security" not in kept["paths"]["/health"]["get"]
 
 
-VALUES: dict[str, Any] = {  # of fields that change nothing
+VALUES: dict[str, Any] = {  # of advisory fields that take few
     "metadata": {"user_id": "somebody"},
+    "client_metadata": {"any": "thing"},
     "prompt_cache_options": {"any": "thing"},
-    "cache_control": {"type": "ephemeral"},
+    "store": True,
+    "service_tier": "flex",
+    "speed": "fast",
+    "verbosity": "low",
+    "text.verbosity": "high",
+    "reasoning.summary": "detailed",
+    "reasoning.generate_summary": "concise",
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]},
+    "stream_options.include_obfuscation": True,
+    "tools[].defer_loading": True,
+    "tools[].eager_input_streaming": True,
+    "thinking.display": "omitted",
 }
+TEMPLATE = "{{ tools }}{{ messages[0].content }}"
 USER = [{"role": "user", "content": "Hi"}]
 BODIES: dict[type[Any], dict[str, Any]] = {
     CompletionRequest: {"prompt": "Hi"},
@@ -71,18 +86,54 @@ BODIES: dict[type[Any], dict[str, Any]] = {
 def submitted(engine: FakeEngine, path: str, body: dict[str, Any]) -> Any:
     """Return the engine's request, or the answer if it got none."""
     engine.submitted.clear()
-    template = {} if path == "/v1/completions" else {"chat_template": "{{ messages[0].content }}"}
+    template = {} if path == "/v1/completions" else {"chat_template": TEMPLATE}
     told = TestClient(create_app(engine)).post(path, json={**body, **template})
     assert told.status_code == 200, told.text
     return [(request.prompt, request.params, request.fields) for request in engine.submitted] or told.json()
 
 
-@pytest.mark.parametrize("operation", [operation for operation in OPERATIONS if operation.request in BODIES], ids=lambda operation: operation.path)
-def test_fields_without_effect_have_none(engine: FakeEngine, operation: Operation) -> None:
-    assert operation.request is not None
-    body = BODIES[operation.request]
-    fields = {name: VALUES.get(name, "anything") for name in NO_EFFECT[operation.request]}
-    assert submitted(engine, operation.path, body | fields) == submitted(engine, operation.path, body)
+TOOLS: dict[type[Any], dict[str, Any]] = {
+    ResponsesRequest: {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    MessagesRequest: {"name": "f", "input_schema": {"type": "object"}},
+}
+TOOLS[CountTokensRequest] = TOOLS[MessagesRequest]
+CASES = [
+    (operation, one)
+    for operation in OPERATIONS
+    if operation.request in BODIES and issubclass(operation.request, GenerationFields)
+    for one in operation.request.ADVISORY
+    if not one.steers
+]
+
+
+def with_field(kind: type[Any], path: str, value: Any) -> dict[str, Any]:
+    """Return the body in which the field at a path has a value."""
+    body: dict[str, Any] = {**BODIES[kind], **({"stream": True} if path.startswith("stream_options") else {})}
+    parent, _, name = path.rpartition(".")
+    if parent == "tools[]":
+        return body | {"tools": [{**TOOLS[kind], **({} if value is None else {name: value})}]}
+    if parent in ("system[]", "messages[].content[]"):
+        block = {"type": "text", "text": "Hi", **({} if value is None else {name: value})}
+        return body | ({"system": [block]} if parent == "system[]" else {"messages": [{"role": "user", "content": [block]}]})
+    inner = {"type": "adaptive", name: value} if parent == "thinking" else {name: value}
+    return body | ({} if value is None else {parent: inner} if parent else {name: value})
+
+
+@pytest.mark.parametrize(("operation", "field"), CASES, ids=lambda one: one.path)
+def test_advisory_fields_have_no_effect_and_the_answer_names_them(engine: FakeEngine, operation: Operation, field: Advisory) -> None:
+    kind = operation.request
+    assert kind is not None
+    value = VALUES.get(field.path, {"type": "ephemeral"} if field.path.endswith("cache_control") else "anything")
+    plain = submitted(engine, operation.path, with_field(kind, field.path, None))
+    assert submitted(engine, operation.path, with_field(kind, field.path, value)) == plain
+    client, refusing = TestClient(create_app(engine)), TestClient(create_app(engine, ServerSettings(advisory_fields="refuse")))
+    body = with_field(kind, field.path, value) | ({} if kind is CompletionRequest else {"chat_template": TEMPLATE})
+    assert client.post(operation.path, json=body).headers["x-dovetail-ignored"] == field.path
+    answer = refusing.post(operation.path, json=body)
+    assert answer.status_code == (400 if field.hint else 200), answer.text
+    assert not field.hint or answer.json()["error"]["message"].startswith(f"{field.path}: {field.reason}")
+    for neutral in field.neutral:
+        assert "x-dovetail-ignored" not in refusing.post(operation.path, json=with_field(kind, field.path, neutral)).headers
 
 
 @pytest.mark.parametrize("operation", [operation for operation in OPERATIONS if operation.request in BODIES], ids=lambda operation: operation.path)

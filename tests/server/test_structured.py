@@ -358,11 +358,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is asked, the pa
     "a tool that isn't there": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "weather"),
     "a demand without tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     "another demand": ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "are supported"),
-    "one call of a format without marks": (
-        {"tools": TOOLS, "parallel_tool_calls": False, "chat_template": TEMPLATES["llama3_json"]},
-        "parallel_tool_calls",
-        "no mark",
-    ),
     "calls in no known format": ({"tools": TOOLS, "tool_choice": "required", "chat_template": PLAIN}, "tool_choice", "no tool parser"),
 }
 

@@ -6,6 +6,7 @@ However an exchange ends (answered, rejected, client gone, task cancelled), it l
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
@@ -29,11 +30,14 @@ from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_sha
 from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.parsers.registry import AnswerParsing
 from dovetail_server.preparing import Preparing
-from dovetail_server.protocol.decoding import decode
+from dovetail_server.protocol.advisory import HEADER, Advisory, ignored_fields
+from dovetail_server.protocol.decoding import decode, unsupported
 from dovetail_server.protocol.openai_common import GenerationFields, TokenCounts
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import ClientGone, EventStream, Outbox, SlowReaderError, until_disconnected
 from dovetail_server.tracing import RequestRecord, Tracing
+
+logger = logging.getLogger("dovetail")
 
 T = TypeVar("T")
 G = TypeVar("G", bound=GenerationFields)
@@ -57,6 +61,7 @@ class Server:
     tracing: Tracing | None = None
     batches: BatchStore | None = None  # None: batches are disabled
     outbox: Outbox = field(default_factory=Outbox)
+    ignored: set[tuple[str, str]] = field(default_factory=set)  # paths and advisory fields that the log has named
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def check_health(self) -> None:
@@ -168,6 +173,7 @@ class Exchange:
         self.record: RequestRecord = scope.setdefault("dovetail.record", RequestRecord())
         self.fields: Sequence[str] = ()  # parameters of the body, which errors may name
         self.renamed: Mapping[str, str] = {}
+        self.ignored: list[str] = []  # advisory fields of the body without effect
         self.started = False  # the response head has been sent
         self.stream: EventStream | None = None
         self._held_bytes = 0  # of the body, until the prompt is ready
@@ -195,11 +201,23 @@ class Exchange:
         return body
 
     async def generation_body(self, kind: type[G]) -> tuple[G, str]:
-        """Decode the body of a generating endpoint; return it and the model name for the answer. Raises what `body` and `model_named` do."""
+        """Decode the body of a generating endpoint; return it and the model name for the answer. Raises what `body`, `ignore` and `model_named`
+        do."""
         body = await self.body(kind)
         self.renamed = body.renamed()
+        for one in ignored_fields(body, body.ADVISORY):
+            self.ignore(one)
         model = self.record.model = self.server.model_named(body.model)
         return body, model
+
+    def ignore(self, one: Advisory) -> None:
+        """Note an advisory field that has no effect. Raises `HttpError` 400 if the server's settings refuse it."""
+        if one.hint and self.server.settings.advisory_fields == "refuse":
+            raise unsupported(one.path, f"{one.reason}, so it has no effect, which this server refuses (advisory_fields: refuse)")
+        self.ignored.append(one.path)
+        if (named := (self.scope["path"], one.path)) not in self.server.ignored:
+            self.server.ignored.add(named)
+            logger.warning("%s: %s has no effect: %s (said once)", *named, one.reason)
 
     def received(self, most: int, too_large: HttpError, most_held: int | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the body in chunks. `most_held`: the most bytes of it kept in memory, if not all. Raises `HttpError` 408 on timeout, 429 if the
@@ -377,6 +395,8 @@ class Exchange:
             await self.stream.finish()
 
     async def _send(self, message: Any) -> None:
+        if self.ignored and not self.started:
+            message["headers"] = [*message["headers"], (HEADER, ", ".join(self.ignored).encode())]
         self.started = True
         await self.send(message)
 

@@ -118,6 +118,10 @@ class ServerSettings(BaseModel):
     reasoning_parser: Literal["auto"] | str | None = "auto"
     """Name of the parser that separates reasoning from content; `auto` and `null` as for `tool_parser`."""
 
+    advisory_fields: Literal["ignore", "refuse"] = "ignore"
+    """Fields of requests that can't change what an answer means, such as `text.verbosity`: `ignore` them, naming them in the header
+    `x-dovetail-ignored`, or `refuse` them with a 400."""
+
     @model_validator(mode="after")
     def _consistent(self) -> ServerSettings:
         if (self.tls_cert is None) != (self.tls_key is None):

@@ -18,21 +18,21 @@ class Constraint:
     def __init__(
         self,
         compiling: Future[Grammar] | None,
-        backend: GrammarBackend,
+        backend: GrammarBackend | None,
         after: bytes = b"",
         token_bytes: Sequence[bytes | None] | None = None,
         most: int | None = None,
         closing: Sequence[int] = (),
     ) -> None:
-        """`compiling` yields the grammar, or a `RequestError`; None: any text. The grammar applies after the first `after` in the answer, which may be
-        the text of a special token if `token_bytes` has those; None: the backend's bytes, without special tokens. `most`: the tokens that may come
-        without `after`; then the token ids `closing`, which spell it, are forced."""
+        """`compiling` yields the grammar of `backend`, or a `RequestError`; None: any text. The grammar applies after the first `after` in the
+        answer, which may be the text of a special token if `token_bytes` has those; None: the backend's bytes, without special tokens. `most`: the
+        tokens that may come without `after`; then the token ids `closing`, which spell it, are forced."""
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
         self._left, self._closing = most, closing  # negative: so many of `_closing` have been forced
         self._tail = b""  # the end of the text so far, shorter than `_after`
-        self._token_bytes = backend.context.token_bytes if token_bytes is None else token_bytes
+        self._token_bytes = backend.context.token_bytes if token_bytes is None and backend is not None else token_bytes or ()
         self._matcher: Matcher | None = None
 
     def closed(self) -> bool:

@@ -29,12 +29,13 @@ from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
-from dovetail.front.grammars import GrammarCompiler
+from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
 from dovetail.front.intake import GenerationDefaults, IntakeFacts, resolve_sampling
 from dovetail.frozen import frozen
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
+from dovetail.structured import Structured
 from dovetail.where import Where, explain
 
 if TYPE_CHECKING:
@@ -100,9 +101,19 @@ class Assembly:
 
     def constraints(self, params: SamplingParams) -> list[Constraint]:
         """Return what holds each sample of a request to its rule; nothing if it has none. The first call that needs the grammar backend makes it,
-        which may take a second for a large vocabulary. Raises `RequestError` if the backend can't do what is asked, `MissingExtraError` without its
-        package, `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there is none."""
-        return [] if params.structured is None else self.grammars().constraints(params)
+        which may take a second for a large vocabulary; a bound without a rule needs none. Raises `RequestError` if the backend can't do what is
+        asked, `MissingExtraError` without its package, `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there
+        is none."""
+        if params.structured is None:
+            return []
+        structured = Structured.of(params.structured)
+        if structured.kind is None:
+            return bounds(structured, params.n, self.tokenizer(), self._spelled)
+        return self.grammars().constraints(params)
+
+    @cached_property
+    def _spelled(self) -> list[bytes]:
+        return token_bytes(self.tokenizer(), self.capacity.vocab_size)[1]
 
     def grammars(self) -> GrammarCompiler:
         """Return the compiler of rules, made by the first call. Raises as `constraints`; a failure is remembered."""
@@ -123,6 +134,7 @@ class Assembly:
 
         def prepare() -> None:
             try:
+                _ = self._spelled
                 self.grammars()
             except DovetailError as error:
                 logger.warning("no answer can be held to a rule, and no tool call demanded: %s", error)

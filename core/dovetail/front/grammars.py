@@ -38,6 +38,28 @@ def spec_of(structured: Structured) -> GrammarSpec:
     return GrammarSpec(cast(SpecKind, structured.kind), structured.text)
 
 
+def bounds(structured: Structured, n: int, tokenizer: Tokenizer, spelled: Sequence[bytes]) -> list[Constraint]:
+    """Return the constraints of `n` samples without a rule, which only bound what precedes `after`. `spelled`: the bytes of each id, special tokens
+    included. Raises `RequestError` if the model can't spell it."""
+    return _constraints(None, None, structured, n, spelled, partial(tokenizer.encode, special_tokens=False))
+
+
+def _constraints(
+    compiling: Future[Grammar] | None,
+    backend: GrammarBackend | None,
+    structured: Structured,
+    n: int,
+    spelled: Sequence[bytes],
+    encode: Callable[[str], list[int]],
+) -> list[Constraint]:
+    after, closing = (structured.after or "").encode(), list[int]()
+    if structured.after_tokens is not None:
+        closing = encode(structured.after or "")
+        if after not in b"".join(spelled[one] if one < len(spelled) else b"" for one in closing):
+            raise RequestError(f"structured.after_tokens: the model has no tokens for {shown(structured.after)}")
+    return [Constraint(compiling, backend, after, spelled, structured.after_tokens, closing) for _ in range(n)]
+
+
 class _Compilation:
     """A grammar being compiled, or waiting for it."""
 
@@ -60,14 +82,14 @@ class GrammarCompiler:
         limits: Limits,
         name: str = "",
         spelled: Sequence[bytes] | None = None,
-        encode: Callable[[str], Sequence[int]] | None = None,
+        encode: Callable[[str], list[int]] = lambda text: [],
         *,
         threads: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens included; None: those of the backend's context.
-        `encode`: returns the token ids of a text; None: `Structured.after_tokens` is refused. `threads`: None means half of the cores, from one to
-        four."""
+        `encode`: returns the token ids of a text; without it, `Structured.after_tokens` is refused. `threads`: None means half of the cores, from
+        one to four."""
         self.backend = backend
         self._name = name or type(backend).__name__
         self._spelled = spelled if spelled is not None else [piece or b"" for piece in backend.context.token_bytes]
@@ -104,17 +126,7 @@ class GrammarCompiler:
         structured = Structured.of(params.structured)
         if structured.kind not in (None, *(kinds := self.backend.capabilities.kinds)):
             raise RequestError(f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}")
-        after, most = (structured.after or "").encode(), structured.after_tokens
-        closing = self._closing(structured.after or "") if most is not None else ()
-        compiling = None if structured.kind is None else self.compile(spec_of(structured))
-        return [Constraint(compiling, self.backend, after, self._spelled, most, closing) for _ in range(params.n)]
-
-    def _closing(self, after: str) -> Sequence[int]:
-        """Return token ids that spell `after`. Raises `RequestError` if the model has none."""
-        ids = [] if self._encode is None else self._encode(after)
-        if not ids or after.encode() not in b"".join(self._spelled[one] if one < len(self._spelled) else b"" for one in ids):
-            raise RequestError(f"structured.after_tokens: this model's tokens can't spell {shown(after)}")
-        return ids
+        return _constraints(self.compile(spec_of(structured)), self.backend, structured, params.n, self._spelled, self._encode)
 
     def compile(self, spec: GrammarSpec) -> Future[Grammar]:
         """Return a future of the grammar. Its exception is a `RequestError` whose text begins with "structured"."""

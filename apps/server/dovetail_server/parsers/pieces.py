@@ -4,7 +4,7 @@ that arrives in pieces. `AnswerReader` parses one sample's answer and counts its
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,10 +144,12 @@ class OutputParser:
 class AnswerReader:
     """Reads one sample's outputs, which are deltas."""
 
-    __slots__ = ("_parser", "_tokens", "reasoning_tokens")
+    __slots__ = ("_cut", "_parser", "_single", "_tokens", "reasoning_tokens")
 
-    def __init__(self, parser: OutputParser | None) -> None:
+    def __init__(self, parser: OutputParser | None, *, single: bool = False) -> None:
+        """`single`: the answer ends after its first tool call; what the model writes after it is dropped."""
         self._parser = parser
+        self._single, self._cut = single, False
         self._tokens = 0
         self.reasoning_tokens: int | None = None if parser is None or parser.reasoning is None else 0
         """Tokens up to the end of the reasoning, including marks; None without a reasoning parser."""
@@ -155,7 +157,7 @@ class AnswerReader:
     @property
     def in_call(self) -> bool:
         """See `OutputParser.in_call`."""
-        return self._parser is not None and self._parser.in_call
+        return self._parser is not None and self._parser.in_call and not self._cut
 
     def read(self, sample: CompletionOutput) -> Sequence[Event]:
         """Return the events that are certain after an output; all of them after the last one."""
@@ -167,7 +169,14 @@ class AnswerReader:
         events = parser.feed(sample.text)
         if was_inside or parser.reasoning:
             self.reasoning_tokens = self._tokens
-        return events if sample.finish_reason is None else [*events, *parser.finish()]
+        events = events if sample.finish_reason is None else [*events, *parser.finish()]
+        return list(self._until_second_call(events)) if self._single else events
+
+    def _until_second_call(self, events: Sequence[Event]) -> Iterator[Event]:
+        for event in events:
+            self._cut = self._cut or (type(event) is ToolCallStart and event.index > 0)
+            if not self._cut:
+                yield event
 
 
 def reasoning_tokens_of(readers: Sequence[AnswerReader]) -> int | None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
+from dovetail_server.protocol import advisory
+from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, Conversation, OpenAIFields, sampling_params
+from dovetail_server.protocol.reasoning import Effort, asked_effort
 from dovetail_server.protocol.structured import ParamNames, ResponseFormat, ToolFunction, read_demand, read_tool_choice
 
 
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """A conversation to continue."""
+
+    ADVISORY: ClassVar[Sequence[Advisory]] = advisory.CHAT
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -27,6 +32,8 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
+    reasoning_effort: Effort | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # without effect: see `advisory`
 
     # Only some values are supported
     modalities: Any = None
@@ -35,16 +42,13 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     functions: Any = None
     function_call: Any = None
     web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
 
     def renamed(self) -> Mapping[str, str]:
         names = {**RENAMED, "prompt": "messages", "logprobs": "top_logprobs"}
         return names | ({"max_tokens": "max_completion_tokens"} if self.max_tokens is None else {})
 
-    def to_conversation(self, templates: Mapping[str, str]) -> Conversation:
-        """Return the request in canonical form. `templates`: the model's chat templates by name. Raises `HttpError` for unsupported parameters,
-        `RequestError` for invalid ones."""
+    def to_conversation(self) -> Conversation:
+        """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
         refuse_unsupported(self, ONLY)
         self.check_stream()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -64,7 +68,7 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         params = sampling_params(self, max_tokens=max_tokens, logprobs=self.told_logprobs)
         functions = [_function(tool) for tool in tools or ()]
         demand = read_demand(self, self.response_format, functions, choice, ParamNames(strict="tools[{}].function.strict"))
-        return Conversation(self.messages, options, params, demand)
+        return Conversation(self.messages, options, params, demand, asked_effort("reasoning_effort", self.reasoning_effort))
 
     @property
     def told_logprobs(self) -> int | None:
@@ -87,6 +91,4 @@ ONLY = (
     Only("functions", (), "use tools, which replaced it"),
     Only("function_call", (), "use tool_choice, which replaced it"),
     Only("web_search_options", (), "the server searches no web"),
-    Only("reasoning_effort", (), "give the chat template's own variable in chat_template_kwargs"),
-    Only("verbosity", ("medium",), "no model here knows it"),
 )

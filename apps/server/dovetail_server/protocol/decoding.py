@@ -35,9 +35,17 @@ def decode(data: bytes, kind: type[T]) -> T:
     return body
 
 
-def _explained(text: str, kind: Any) -> HttpError:
+def converted(value: Any, kind: type[T], place: str) -> T:
+    """Return a part of a body as a struct. Raises `HttpError` 400 naming the field that is wrong, at this place."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind, place) from None
+
+
+def _explained(text: str, kind: Any, within: str = "") -> HttpError:
     found = _PLACE.search(text)
-    place = found[1][:200] if found else ""
+    place = ".".join(one for one in (within, found[1][:200] if found else "") if one)
     reason = _PLACE.sub("", text)
     if " - at `key` in " in text:
         reason = f"a key: {reason}"

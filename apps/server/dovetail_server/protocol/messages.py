@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol.decoding import Only, refuse_unsupported, unsupported
+from dovetail_server.protocol import advisory
+from dovetail_server.protocol.advisory import Advisory
+from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import Conversation, GenerationFields, sampling_params
+from dovetail_server.protocol.reasoning import AskedReasoning, Effort
 from dovetail_server.protocol.structured import CallChoice, MessageJsonSchemaFormat, ParamNames, ToolFunction, read_demand
+from dovetail_server.protocol.tools import read_tools
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -26,6 +30,7 @@ class CacheControl(Struct, forbid_unknown_fields=True):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
 
 
 class TextBlock(_Block, tag="text"):
@@ -63,11 +68,30 @@ class ToolUseBlock(_Block, tag="tool_use"):
     toolset_name: None = None
 
 
+class ResultText(_Block, tag="text"):
+    """Text of a tool's result."""
+
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+class ToolReference(_Block, tag="tool_reference"):
+    """A tool that a client's search has found. The model sees its name, and all tools in any case."""
+
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
 class ToolResultBlock(_Block, tag="tool_result"):
     """The result of a tool call. With `is_error` the model sees it prefixed with `Error: `."""
 
     tool_use_id: str
-    content: str | list[OnlyText] = ""
+    content: str | list[ResultText | ToolReference] = ""
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -90,8 +114,8 @@ class Tool(Struct, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
     strict: bool | None = None
     input_examples: None = None
-    eager_input_streaming: bool | None = None  # arguments are always streamed as they are generated
-    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 
@@ -104,11 +128,25 @@ class ToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """`disabled` turns a template's thinking off, `adaptive` keeps the model's default. Budgets aren't supported yet."""
+    """`disabled` turns the model's reasoning off, `enabled` on, with at most `budget_tokens` tokens; `adaptive` leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ContextEdit(Struct, tag_field="type", tag="clear_tool_uses_20250919"):
+    """Removal of old tool results, which isn't done."""
+
+
+class ThinkingEdit(Struct, tag_field="type", tag="clear_thinking_20251015"):
+    """Removal of old reasoning, which chat templates do themselves."""
+
+
+class ContextManagement(Struct, forbid_unknown_fields=True):
+    """Edits of a conversation that is too long for the model."""
+
+    edits: list[ContextEdit | ThinkingEdit] = []
 
 
 class Metadata(Struct, forbid_unknown_fields=True):
@@ -118,65 +156,74 @@ class Metadata(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """The form of the answer. Effort is a variable of the chat template (`chat_template_kwargs`)."""
+    """The form of the answer, and how much the model may reason."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     format: MessageJsonSchemaFormat | None = None
+
+
+_TOOL_SCHEMA = Meta(extra_json_schema={"$ref": "#/components/schemas/Tool"})
 
 
 class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     """Fields that the bodies of both endpoints share."""
 
+    ADVISORY: ClassVar[Sequence[Advisory]] = advisory.MESSAGES
+
     messages: list[InputMessage]
     system: str | list[OnlyText] | None = None
-    tools: list[Tool] | None = None
+    tools: list[Annotated[dict[str, Any], _TOOL_SCHEMA]] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
 
-    # Accepted without effect: see `NO_EFFECT`
+    output_config: OutputConfig | None = None
+
+    service_tier: Literal["auto", "standard_only"] | None = None  # there is one tier
+
+    # Without effect: see `advisory`
     metadata: Metadata | None = None
     inference_geo: str | None = None
     cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
+    speed: Literal["standard", "fast"] | None = None
 
-    # Only some values are supported
-    output_config: OutputConfig | None = None
-    speed: str | None = None
-    service_tier: str | None = None
+    # Refused
     container: Any = None
     diagnostics: Any = None
+    mcp_servers: Any = None
 
     def renamed(self) -> Mapping[str, str]:
         return {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
 
-    def check_supported(self) -> None:
-        """Raise `HttpError` 400 naming an option that this server can't honour."""
-        refuse_unsupported(self, ONLY)
-        thinking, config = self.thinking, self.output_config
-        if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
-            reason = "budgets aren't supported; use {'type': 'adaptive'}, which leaves it to the model, or {'type': 'disabled'}"
-            raise unsupported("thinking", reason)
-        if config is not None and config.effort is not None:
-            raise unsupported("output_config.effort", "pass the chat template's own variable in chat_template_kwargs")
-
     def function_tools(self) -> list[ToolFunction]:
-        """Return the tools that the model may call."""
+        """Return the tools that the model may call. Raises `HttpError` and `RequestError` for invalid ones."""
+        tools = read_tools(self.tools or (), Tool, "custom")
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
-        return [ToolFunction.of(tool.name, tool.description, tool.input_schema, tool.strict) for tool in self.tools or ()]
+        return [ToolFunction.of(tool.name, tool.description, tool.input_schema, tool.strict) for tool in tools]
 
-    def chat_options(self, templates: Mapping[str, str]) -> ChatOptions:
-        """Return the options for rendering the conversation. `templates`: the model's own. Raises `RequestError`."""
-        variables = dict(self.chat_template_kwargs or {})
-        if self.thinking is not None and self.thinking.type == "disabled" and any("think" in template for template in templates.values()):
-            variables.setdefault("enable_thinking", False)  # only for templates that support thinking
+    def chat_options(self, tools: Sequence[ToolFunction]) -> ChatOptions:
+        """Return the options for rendering the conversation. Raises `RequestError`, and `HttpError` naming an option that this server can't
+        honour."""
+        refuse_unsupported(self, ONLY)
         return ChatOptions(
-            tools=[tool.template for tool in self.function_tools()] or None,
+            tools=[tool.template for tool in tools] or None,
             chat_template=self.chat_template,
-            chat_template_kwargs=variables or None,
+            chat_template_kwargs=self.chat_template_kwargs,
             continue_final_message=bool(self.messages) and self.messages[-1].role == "assistant",
+        )
+
+    @property
+    def reasoning(self) -> AskedReasoning:
+        """What the request asks of the model's reasoning."""
+        thinking, effort = self.thinking or Thinking("adaptive"), None if self.output_config is None else self.output_config.effort
+        on = {"enabled": True, "disabled": False}.get(thinking.type)
+        off = on is None and effort == "none"
+        return AskedReasoning(
+            False if off else on, thinking.budget_tokens, effort, "output_config.effort" if off else "thinking", "output_config.effort"
         )
 
 
@@ -185,10 +232,8 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
 
     max_tokens: int
 
-    def to_conversation(self, templates: Mapping[str, str]) -> Conversation:
-        """Return the request in canonical form. `templates`: the model's chat templates by name. Raises `HttpError` for unsupported parameters,
-        `RequestError` for invalid ones."""
-        self.check_supported()
+    def to_conversation(self) -> Conversation:
+        """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
         choice = self.tool_choice or ToolChoice("auto")
         if choice.type == "tool" and choice.name is None:
             raise HttpError(400, "tool_choice.name: type 'tool' needs the tool's name", param="tool_choice.name", code="missing_parameter")
@@ -196,8 +241,9 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
         demanded = CallChoice(choice.type in ("any", "tool"), name, not choice.disable_parallel_tool_use)
         form = None if self.output_config is None else self.output_config.format
         params = sampling_params(self, max_tokens=self.max_tokens, stop=self.stop_sequences)
-        options = self.chat_options(templates)
-        return Conversation(chat_messages(self), options, params, read_demand(self, form, self.function_tools(), demanded, _NAMES))
+        tools = self.function_tools()
+        demand = read_demand(self, form, tools, demanded, _NAMES)
+        return Conversation(chat_messages(self), self.chat_options(tools), params, demand, self.reasoning)
 
 
 class CountTokensRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
@@ -207,12 +253,10 @@ class CountTokensRequest(MessagesFields, forbid_unknown_fields=True, kw_only=Tru
 
 
 _NAMES = ParamNames("output_config.format", "tool_choice.disable_parallel_tool_use")
-NO_EFFECT = ("metadata", "inference_geo", "cache_control")
 ONLY = (
-    Only("speed", ("standard",), "the server has one speed"),
-    Only("service_tier", ("auto", "standard_only"), "the server has one tier; schedulers use `priority`"),
     Only("container", (), "the server runs no code"),
     Only("diagnostics", (), "the server has none for requests"),
+    Only("mcp_servers", ([],), "the server connects to no MCP servers: let the client do it, and send their tools"),
 )
 
 

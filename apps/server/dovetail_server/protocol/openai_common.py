@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -17,7 +17,10 @@ from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
 from dovetail.sampling_params import BEAM_SEARCH, OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
+from dovetail_server.protocol import advisory
+from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, given
+from dovetail_server.protocol.reasoning import AskedReasoning
 from dovetail_server.protocol.structured import Demand, RuleFields
 
 RENAMED = {
@@ -25,16 +28,14 @@ RENAMED = {
     "deadline": "deadline_s",
     "ttft_deadline": "ttft_deadline_s",
 }  # engine name -> API name
-NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-OPENAI_ONLY = (
-    Only("store", (False,), "answers aren't stored: leave it out, or set it to false"),
-    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; schedulers use `priority`'),
-    Only("use_beam_search", (False,), f"{BEAM_SEARCH} in a program, the server has none"),
-)
+OPENAI_ONLY = (Only("use_beam_search", (False,), f"{BEAM_SEARCH} in a program, the server has none"),)
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 
 
 class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     """Parameters of every API that generates: those that all have, and Dovetail's own."""
+
+    ADVISORY: ClassVar[Sequence[Advisory]] = ()
 
     model: str | None = None
     stream: bool | None = None
@@ -78,6 +79,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """Parameters of completions and of chat."""
 
+    ADVISORY: ClassVar[Sequence[Advisory]] = advisory.COMPLETIONS
+
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: int | None = None
@@ -90,16 +93,16 @@ class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
 
-    # Accepted without effect: see `NO_EFFECT`
+    # Without effect: see `advisory`
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    service_tier: ServiceTier | None = None
+    store: bool | None = None
 
     # Only some values are supported
-    service_tier: str | None = None
-    store: bool | None = None
     use_beam_search: bool | None = None
 
     def check_stream(self) -> None:
@@ -179,13 +182,14 @@ def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> l
 
 def _logprob_json(token: int, one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
     """`bytes` are the token's own and may be an incomplete character; null if unknown."""
-    text, spell = one.decoded_token or "", _speller(tokenizer)
+    text, spell = one.decoded_token or "", speller(tokenizer)
     spelled = spell(token) if spell is not None else None if "\ufffd" in text else text.encode()
     return {"token": text, "logprob": at_least(one.logprob), "bytes": None if spelled is None else list(spelled)}
 
 
 @lru_cache(maxsize=8)
-def _speller(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
+def speller(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
+    """Return what `token_speller` does; None where it raises `UnsupportedError`."""
     try:
         return token_speller(tokenizer)
     except UnsupportedError:
@@ -211,3 +215,4 @@ class Conversation(NamedTuple):
     options: ChatOptions
     params: SamplingParams
     demand: Demand
+    reasoning: AskedReasoning

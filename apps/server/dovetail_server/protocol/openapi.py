@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dovetail_server.protocol import chat, completions, messages, openai_common, responses
+from dovetail_server.protocol import chat, completions, messages, responses
 from dovetail_server.protocol.batches import Batch, CreateBatchRequest, FileObject
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.decoding import Only
-from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount
-from dovetail_server.protocol.responses import ITEMS, ResponseAnswer, ResponsesRequest
+from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount, Tool
+from dovetail_server.protocol.openai_common import GenerationFields
+from dovetail_server.protocol.responses import ITEMS, FunctionTool, ResponseAnswer, ResponsesRequest
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 _REASONS = {
@@ -41,13 +42,6 @@ ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some
     ResponsesRequest: responses.ONLY,
     MessagesRequest: messages.ONLY,
     CountTokensRequest: messages.ONLY,
-}
-NO_EFFECT: Mapping[type[Struct], Sequence[str]] = {  # parameters that are accepted because clients send them
-    ChatRequest: openai_common.NO_EFFECT,
-    CompletionRequest: openai_common.NO_EFFECT,
-    ResponsesRequest: responses.NO_EFFECT,
-    MessagesRequest: messages.NO_EFFECT,
-    CountTokensRequest: messages.NO_EFFECT,
 }
 _IN_PATH = re.compile(r"{(\w+)}")  # path parameters
 _TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
@@ -147,15 +141,16 @@ def document(*, paths: Collection[str], version: str, root_path: str, has_keys: 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:
     """Return references to the operations' structs, and the components that they refer to."""
-    structs: dict[type[Struct], None] = dict.fromkeys(ITEMS.values())  # input items of /v1/responses, which references them itself
+    structs: dict[type[Struct], None] = dict.fromkeys((*ITEMS.values(), FunctionTool, Tool))  # which requests reference by name
     for operation in operations:
         used = (operation.request, operation.answer, operation.error_shape)
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))
     references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    for kind, names in NO_EFFECT.items():
-        if kind in structs:
+    for kind in structs:
+        if issubclass(kind, GenerationFields):
             properties = components[kind.__name__]["properties"]
-            properties |= {name: {**properties[name], "description": "Accepted without effect"} for name in names}
+            ignored = {field.path: field.reason for field in kind.ADVISORY if field.path in properties and not field.steers}
+            properties |= {name: {**properties[name], "description": f"Without effect: {reason}"} for name, reason in ignored.items()}
     for kind, table in ONLY.items():
         if kind in structs:
             components[kind.__name__]["properties"] |= {name: _only(values, reason) for name, values, reason in table}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -12,10 +12,13 @@ from dovetail.checks import shown
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol import openai_common
-from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import Conversation, GenerationFields, check_stream_options, sampling_params
+from dovetail_server.protocol import advisory
+from dovetail_server.protocol.advisory import Advisory
+from dovetail_server.protocol.decoding import Only, converted, refuse_unsupported
+from dovetail_server.protocol.openai_common import Conversation, GenerationFields, ServiceTier, check_stream_options, sampling_params
+from dovetail_server.protocol.reasoning import Effort, asked_effort
 from dovetail_server.protocol.structured import ParamNames, ResponsesFormat, TextFormat, ToolFunction, read_demand, read_tool_choice
+from dovetail_server.protocol.tools import read_tools
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -116,7 +119,7 @@ class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: None = None
     async_: Literal[False] | None = msgspec.field(default=None, name="async")
@@ -126,15 +129,15 @@ class TextConfig(Struct, forbid_unknown_fields=True):
     """The form of the text."""
 
     format: ResponsesFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True):
-    """How the model reasons. Effort is a variable of the chat template (`chat_template_kwargs`); reasoning is returned in full, without a summary."""
+    """How much the model may reason. Reasoning is returned in full, without a summary."""
 
-    effort: None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -143,18 +146,21 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+_TOOL_SCHEMA = Meta(extra_json_schema={"$ref": "#/components/schemas/FunctionTool"})
 _ITEM_SCHEMA = Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS.values()]})
 
 
 class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     """A conversation to continue."""
 
+    ADVISORY: ClassVar[Sequence[Advisory]] = advisory.RESPONSES
+
     input: str | list[Annotated[dict[str, Any], _ITEM_SCHEMA]]
     instructions: str | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = None
     stop: str | list[str] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[Annotated[dict[str, Any], _TOOL_SCHEMA]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
@@ -165,23 +171,24 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None  # reasoning is never encrypted
     top_logprobs: int | None = None
 
-    # Accepted without effect: see `NO_EFFECT`
+    # Without effect: see `advisory`
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
+    service_tier: ServiceTier | None = None
+    store: bool | None = None
 
     # Only some values are supported
-    store: Any = None
     previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     background: Any = None
     max_tool_calls: Any = None
     truncation: Any = None
-    service_tier: Any = None
     context_management: Any = None
     moderation: Any = None
 
@@ -196,11 +203,11 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
             raise HttpError(400, f'top_logprobs: it needs include: ["{_LOGPROBS}"]', param="top_logprobs")
         check_stream_options(self)
 
-    def to_conversation(self, templates: Mapping[str, str]) -> Conversation:
-        """Return the request in canonical form. `templates`: the model's chat templates by name. Raises `HttpError` for unsupported parameters,
-        `RequestError` for invalid ones."""
+    def to_conversation(self) -> Conversation:
+        """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
         self.check_supported()
-        given = () if self.tool_choice == "none" else self.tools or ()
+        read = read_tools(self.tools or (), FunctionTool, "function")
+        given = () if self.tool_choice == "none" else read
         tools = [ToolFunction.of(tool.name, tool.description, tool.parameters, tool.strict, _NO_ARGUMENTS) for tool in given]
         options = ChatOptions(
             tools=[tool.template for tool in tools] or None, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs
@@ -208,7 +215,8 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
         params = sampling_params(self, max_tokens=self.max_output_tokens, logprobs=self.told_logprobs)
         choice = read_tool_choice(self.tool_choice, self.parallel_tool_calls)
         demand = read_demand(self, None if self.text is None else self.text.format, tools, choice, ParamNames("text.format"))
-        return Conversation(chat_messages(self.instructions, read_items(self.input)), options, params, demand)
+        reasoning = asked_effort("reasoning.effort", None if self.reasoning is None else self.reasoning.effort)
+        return Conversation(chat_messages(self.instructions, read_items(self.input)), options, params, demand, reasoning)
 
     @property
     def told_logprobs(self) -> int | None:
@@ -218,17 +226,14 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
 
 _LOGPROBS = "message.output_text.logprobs"
 _NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
-NO_EFFECT = (*openai_common.NO_EFFECT, "prompt_cache_options")
 ONLY = (
-    Only("store", (False,), "answers aren't stored: leave it out, or set it to false"),
     Only("previous_response_id", (), _NOTHING_STORED),
     Only("conversation", (), _NOTHING_STORED),
     Only("prompt", (), "no prompts are stored: send its text in input"),
     Only("background", (False,), "answers aren't stored: leave it out, or set it to false"),
     Only("max_tool_calls", (), "the server calls no tools itself"),
     Only("truncation", ("disabled",), "a conversation that doesn't fit the model is rejected"),
-    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; schedulers use `priority`'),
-    Only("context_management", (), "the conversation is used as sent"),
+    Only("context_management", (), "the conversation is used as sent: compact it in the client"),
     Only("moderation", (), "the server has no moderation"),
 )
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
@@ -238,7 +243,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 def read_items(items: str | Sequence[dict[str, Any]]) -> list[Item]:
-    """Return the input's items. Raises `RequestError` naming the wrong one."""
+    """Return the input's items. Raises `RequestError` or `HttpError` naming the wrong one."""
     if isinstance(items, str):
         return [MessageItem(role="user", content=items)]
     if not items:
@@ -250,10 +255,7 @@ def _read_item(item: dict[str, Any], place: str) -> Item:
     kind = item.get("type", "message")
     if not isinstance(kind, str) or kind not in ITEMS:
         raise RequestError(f"{place}.type must be one of {', '.join(ITEMS)}, got {shown(kind)}")
-    try:
-        return msgspec.convert(item, ITEMS[kind])
-    except msgspec.ValidationError as error:
-        raise RequestError(f"{place}: {str(error).replace('`$.', '`')}") from None
+    return converted(item, ITEMS[kind], place)
 
 
 def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -394,7 +396,7 @@ class ResponseAnswer(Struct, kw_only=True):
     temperature: float | None = None
     text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(TextFormat()))
     tool_choice: str | dict[str, Any] = "auto"
-    tools: list[FunctionTool] = []
+    tools: list[dict[str, Any]] = []
     top_logprobs: int = 0
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"

@@ -156,6 +156,7 @@ class CallDemand:
     tools: Sequence[tuple[str, Mapping[str, Any]]]  # name, JSON Schema of the arguments
     required: bool  # the answer is calls, with no text
     single: bool  # the answer ends after the first call
+    cut: bool = False  # if the model's format can't be constrained, dropping further calls is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ def _call_demand(tools: Sequence[ToolFunction], choice: CallChoice, names: Param
         return None
     schemas = [(tool.name, _arguments(tool.schema)) for tool in tools if choice.name in (None, tool.name)]
     param = "tool_choice" if choice.required else names.parallel if single else strict[0]
-    return Demand(param, calls=CallDemand(schemas, choice.required, single))
+    return Demand(param, calls=CallDemand(schemas, choice.required, single, cut=not choice.required and not strict))
 
 
 def _arguments(schema: Any) -> Mapping[str, Any]:

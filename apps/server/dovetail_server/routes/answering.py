@@ -1,5 +1,5 @@
-"""`prepare_chat`: submits a chat request to the engine, the same way for all APIs. `constrained`: a request's `Demand` as sampling parameters, once
-its prompt is known. `Answer`: the listener of APIs whose answers consist of parts."""
+"""`prepare_chat`: submits a chat request to the engine, the same way for all APIs: steers the model's reasoning, renders the conversation, and
+constrains the answer to a rule. `Answer`: the listener of APIs whose answers consist of parts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.decoding import unsupported
 from dovetail_server.protocol.messages import MessagesRequest
-from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json
+from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json, speller
+from dovetail_server.protocol.reasoning import AskedReasoning
 from dovetail_server.protocol.responses import ResponsesRequest
-from dovetail_server.protocol.structured import CallDemand, Demand
+from dovetail_server.protocol.structured import CallDemand
 from dovetail_server.streams import EventStream
 
 B = TypeVar("B", ChatRequest, MessagesRequest, ResponsesRequest)
@@ -43,6 +44,11 @@ class PreparedChat(Generic[B]):
     prompt: TokenizedText
     params: SamplingParams
     parsers: list[OutputParser | None]  # one per sample; None: all text is content
+    single: bool  # further tool calls than the first are dropped
+
+    def reader(self, parser: OutputParser | None) -> AnswerReader:
+        """Return the reader of a sample's outputs."""
+        return AnswerReader(parser, single=self.single)
 
     async def run(self, listener: OutputListener, answer_id: str) -> None:
         """See `Exchange.run`."""
@@ -52,18 +58,46 @@ class PreparedChat(Generic[B]):
 async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     """Read a chat request, render and tokenize its conversation, and resolve its constraints. Raises `HttpError` and `RequestError`."""
     body, model = await exchange.generation_body(kind)
-    messages, options, params, demand = body.to_conversation(exchange.engine.tokenizer.chat_templates)
+    messages, options, params, demand, asked = body.to_conversation()
     exchange.check(params)
-    params, prompt = constrained_chat(exchange, params, demand, options, await rendered(exchange, messages, options))
+    options = steered(exchange, options, asked)
+    prompt = await rendered(exchange, messages, options)
+    limit = limited(exchange, body, asked, options, prompt)
+    rule, single = (demand.rule, False) if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options)
+    params, prompt = constrained_chat(exchange, params, demand.param if rule is not None else asked.field, rule, limit, options, prompt)
     parsers = [exchange.server.parsing.parser(prompt, tools=options.tools, template=options.chat_template) for _ in range(params.n)]
     if parsers[0] is not None and parsers[0].needs_special_tokens:
         params = changed_unchecked(params, skip_special_tokens=False)
-    return PreparedChat(exchange, body, model, prompt, params, parsers)
+    return PreparedChat(exchange, body, model, prompt, params, parsers, single)
 
 
 async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> TokenizedText:
     """Admit a conversation, and return its prompt. Raises what `Exchange.prepared` does, and `RequestError`."""
     return await exchange.prepared(partial(exchange.engine.chat.prompt, messages, options), given_template=options.chat_template is not None)
+
+
+def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> ChatOptions:
+    """Return the options with variables of the chat template that do what is asked of the model's reasoning; the request's own come first. Raises
+    `HttpError` if it can't be turned off."""
+    parsing, own = exchange.server.parsing, options.chat_template_kwargs or {}
+    reasons = parsing.names(options.chat_template).reasoning_parser is not None
+    variables = {**asked.variables(parsing.template(options.chat_template), reasons=reasons), **own}
+    return dataclasses.replace(options, chat_template_kwargs=variables or None)
+
+
+def limited(exchange: Exchange, body: Any, asked: AskedReasoning, options: ChatOptions, prompt: TokenizedText) -> int | None:
+    """Return the most tokens of reasoning, None for no limit. Fields of the body that have no effect on this model are ignored. Raises what
+    `Exchange.ignore` raises."""
+    steered_by = options.chat_template_kwargs or {}
+    limit = asked.limit(steered_by)
+    can_limit = exchange.engine.info.intake.has_masks and speller(exchange.engine.tokenizer) is not None
+    if (limit is None or can_limit) and _reasons_first(exchange, options, prompt):
+        return limit
+    unmet = asked.unmet(steered_by)
+    for field in body.ADVISORY:
+        if field.steers and field.path in unmet:
+            exchange.ignore(field)
+    return None
 
 
 class AnswerWriter(PartWriter, Protocol):
@@ -99,7 +133,7 @@ class Answer(OutputListener):
     ) -> None:
         """`error_shape`: the form of an error event, if it isn't that of the API's other errors. `top_logprobs`: see `told_logprobs`."""
         super().__init__(chat.exchange)
-        self._reader, self._writer, self._top_logprobs = AnswerReader(chat.parsers[0]), writer, top_logprobs
+        self._reader, self._writer, self._top_logprobs = chat.reader(chat.parsers[0]), writer, top_logprobs
         self._stream: EventStream | None = chat.exchange.begin_stream("error", error_shape) if chat.body.stream else None
         self._parts = AnswerParts(writer if chat.body.stream else None)
         self._started = False
@@ -127,43 +161,46 @@ class Answer(OutputListener):
                 self._stream.write(data)
 
 
-def constrained(exchange: Exchange, params: SamplingParams, demand: Demand, rule: Structured | None = None) -> SamplingParams:
-    """Return the parameters with a rule, by default the demanded one. Raises `RequestError`."""
-    rule = rule or demand.rule
+def constrained(exchange: Exchange, params: SamplingParams, param: str, rule: Structured | None) -> SamplingParams:
+    """Return the parameters with a rule, which the API's parameter `param` demands. Raises `RequestError`."""
     if rule is None:
         return params
-    exchange.renamed = {**exchange.renamed, "structured": demand.param}
+    exchange.renamed = {**exchange.renamed, "structured": param}
     return exchange.check(dataclasses.replace(params, structured=rule))
 
 
 def constrained_chat(
-    exchange: Exchange, params: SamplingParams, demand: Demand, options: ChatOptions, prompt: TokenizedText
+    exchange: Exchange, params: SamplingParams, param: str, rule: Structured | None, limit: int | None, options: ChatOptions, prompt: TokenizedText
 ) -> tuple[SamplingParams, TokenizedText]:
-    """Return the parameters with the rule of a chat answer, and its prompt. Reasoning stays unconstrained: the rule begins after it. If the prompt
-    leaves it open whether the model reasons first, the mark that begins reasoning is appended.
-
-    Raises `RequestError`, and `HttpError` if the model's format of tool calls can't be constrained.
-    """
-    rule = demand.rule if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options)
-    if rule is not None and rule.after is None and _reasons_first(exchange, options, prompt):
-        rule = dataclasses.replace(rule, after=THINK_MARKS[1])
+    """Return the parameters with the rule of a chat answer, demanded by `param`, and its prompt. Reasoning stays unconstrained, up to `limit` tokens
+    of it: the rule begins after it. If the prompt leaves it open whether the model reasons first, the mark that begins reasoning is appended. Raises
+    `RequestError`."""
+    if limit is not None or (rule is not None and rule.after is None and _reasons_first(exchange, options, prompt)):
+        end = THINK_MARKS[1]
+        rule = Structured(after=end, after_tokens=limit) if rule is None else dataclasses.replace(rule, after=end, after_tokens=limit)
         if not prompt.text.rstrip().endswith(THINK):
             begun = f"{THINK}\n"
             ids = exchange.engine.tokenizer.encode(begun, special_tokens=False)
             prompt = TokenizedText(prompt.text + begun, [*prompt.token_ids, *ids])
-    return constrained(exchange, params, demand, rule), prompt
+    return constrained(exchange, params, param, rule), prompt
 
 
-def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions) -> Structured:
+def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions) -> tuple[Structured | None, bool]:
+    """Return the rule of demanded calls; or None and True if dropping all calls but the first does what is demanded. Raises `HttpError` if the
+    model's format of calls can't be constrained."""
     parsing = exchange.server.parsing
     parser = parsing.names(options.chat_template).tool_parser
     if parser is None:
+        if calls.cut:
+            return None, True
         reason = "no tool parser fits the model's chat template, so the format of its calls is unknown (set one with --tool-parser)"
         raise unsupported(param, reason)
     template = parsing.template(options.chat_template)
     try:
-        return Structured(structural_tag=call_rule(parser, template, calls.tools, required=calls.required, single=calls.single))
+        return Structured(structural_tag=call_rule(parser, template, calls.tools, required=calls.required, single=calls.single)), False
     except ValueError as error:  # including `RequestError`
+        if calls.cut:
+            return None, True
         raise unsupported(param, str(error)) from None
 
 

@@ -57,7 +57,7 @@ class ChatChoices(Choices):
         body, self._top = ready.body, ready.body.told_logprobs
         super().__init__(ready.exchange, body, ready.params.n, stream, is_plain=ready.parsers[0] is None and self._top is None)
         self._body = body
-        self._samples = [_Sample(AnswerReader(parser)) for parser in ready.parsers]
+        self._samples = [_Sample(ready.reader(parser)) for parser in ready.parsers]
         self._last: RequestOutput | None = None
 
     @property

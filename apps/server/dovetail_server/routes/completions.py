@@ -22,7 +22,8 @@ async def completions(exchange: Exchange) -> None:
     """Continue one prompt or several."""
     body, model = await exchange.generation_body(CompletionRequest)
     params, prompts = exchange.check(body.params()), body.prompts()
-    params = constrained(exchange, params, read_demand(body, body.response_format))
+    demand = read_demand(body, body.response_format)
+    params = constrained(exchange, params, demand.param, demand.rule)
     prompts = await exchange.tokenized(prompts)
     name = new_id("cmpl")
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}

@@ -9,7 +9,7 @@ from dovetail_server.errors import anthropic_shape
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.protocol.message_events import MessageWriter
 from dovetail_server.protocol.messages import CountTokensRequest, MessageAnswer, MessagesRequest, TokenCount, Usage, chat_messages
-from dovetail_server.routes.answering import Answer, prepare_chat, rendered
+from dovetail_server.routes.answering import Answer, prepare_chat, rendered, steered
 
 
 async def messages(exchange: Exchange) -> None:
@@ -25,8 +25,8 @@ async def messages(exchange: Exchange) -> None:
 async def count_tokens(exchange: Exchange) -> None:
     """Count the tokens of a conversation as the model would read it."""
     body, _ = await exchange.generation_body(CountTokensRequest)
-    body.check_supported()
-    prompt = await rendered(exchange, chat_messages(body), body.chat_options(exchange.engine.tokenizer.chat_templates))
+    options = steered(exchange, body.chat_options(body.function_tools()), body.reasoning)
+    prompt = await rendered(exchange, chat_messages(body), options)
     await exchange.reply(msgspec.json.encode(TokenCount(len(prompt.token_ids))))
 
 

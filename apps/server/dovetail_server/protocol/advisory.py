@@ -1,0 +1,85 @@
+"""Advisory fields: fields of requests that can't change what an answer means, and that the server accepts without acting on them.
+
+This is the only list of them, for all APIs. The header `x-dovetail-ignored` of an answer names those of its request, and the log names each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+HEADER = b"x-dovetail-ignored"
+
+
+class Advisory(NamedTuple):
+    """One field. `path`: its name, below its parents: `tools[].defer_loading`."""
+
+    path: str
+    reason: str  # why ignoring it is right
+    neutral: tuple[Any, ...] = ()  # values besides null that ask for nothing
+    hint: bool = True  # it asks for something; False: a label of the request or its prompt, accepted even where hints are refused
+    steers: bool = False  # it steers reasoning: ignored only if the model has none that can be steered
+
+
+def _label(path: str, reason: str) -> Advisory:
+    return Advisory(path, reason, hint=False)
+
+
+_CACHED = "the prefix cache keeps all prompts while there is room"
+_UNSTEERED = "the model has no reasoning, or none that can be limited"
+_NOT_DEFERRED = "the model sees all tools from the beginning"
+
+_OPENAI = (
+    _label("user", "it identifies the user"),
+    _label("metadata", "it describes the request"),
+    _label("safety_identifier", "it identifies the user"),
+    _label("prompt_cache_key", _CACHED),
+    _label("prompt_cache_retention", _CACHED),
+    Advisory("store", "answers are never stored", (False,)),
+    Advisory("service_tier", "all requests are of one tier; schedulers use `priority`", ("auto", "default")),
+    Advisory("stream_options.include_obfuscation", "padding is never added", (False,)),
+)
+COMPLETIONS = _OPENAI
+CHAT = (
+    *_OPENAI,
+    Advisory("verbosity", "models here know no verbosity", ("medium",)),
+    Advisory("reasoning_effort", _UNSTEERED, steers=True),
+)
+RESPONSES = (
+    *_OPENAI,
+    _label("client_metadata", "it describes the request"),
+    _label("prompt_cache_options", _CACHED),
+    Advisory("text.verbosity", "models here know no verbosity", ("medium",)),
+    Advisory("reasoning.effort", _UNSTEERED, steers=True),
+    Advisory("reasoning.summary", "reasoning is returned in full", ("auto",)),
+    Advisory("reasoning.generate_summary", "reasoning is returned in full", ("auto",)),
+    Advisory("tools[].defer_loading", _NOT_DEFERRED, (False,)),
+)
+MESSAGES = (
+    _label("metadata", "it describes the request"),
+    _label("inference_geo", "the server computes where it is"),
+    *(_label(f"{place}cache_control", _CACHED) for place in ("", "system[].", "messages[].content[].", "tools[].")),
+    Advisory("speed", "the server has one speed", ("standard",)),
+    Advisory("context_management", "the conversation is used as sent"),
+    Advisory("thinking", _UNSTEERED, steers=True),
+    Advisory("thinking.display", "reasoning is returned in full, so that it can be sent back", ("summarized",)),
+    Advisory("output_config.effort", _UNSTEERED, steers=True),
+    Advisory("tools[].defer_loading", _NOT_DEFERRED, (False,)),
+    Advisory("tools[].eager_input_streaming", "arguments are always streamed as they are generated", (False,)),
+)
+
+
+def ignored_fields(body: Any, table: Sequence[Advisory]) -> list[Advisory]:
+    """Return the fields of a body that ask for something that isn't done, apart from those that steer reasoning."""
+    return [field for field in table if not field.steers and _asks(body, field.path.replace("[]", ".[]").split("."), field.neutral)]
+
+
+def _asks(value: Any, path: Sequence[str], neutral: tuple[Any, ...]) -> bool:
+    if value is None:
+        return False
+    if not path:
+        return value not in neutral
+    if path[0] == "[]":
+        return isinstance(value, list) and any(_asks(one, path[1:], neutral) for one in value)
+    inner = value.get(path[0]) if isinstance(value, Mapping) else getattr(value, path[0], None)
+    return _asks(inner, path[1:], neutral)

@@ -1,0 +1,43 @@
+"""Reading of the tools of `/v1/messages` and `/v1/responses`: functions. Other kinds are refused with what would be right instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from dovetail.checks import shown
+from dovetail_server.protocol.decoding import converted, unsupported
+
+T = TypeVar("T")
+
+_WEB = 'the server searches no web: turn web search off in the client (Codex: web_search = "disabled" in config.toml), or run it as a function there'
+_CODE = "the server runs no code: let the client run it, as a function"
+_NO_SCHEMA = "models here don't know this tool by heart: describe it as a function, with the schema of its arguments"
+INSTEAD = {  # the beginning of a tool's type -> what would be right
+    "web_search": _WEB,
+    "web_fetch": _WEB,
+    "code_execution": _CODE,
+    "code_interpreter": _CODE,
+    "image_generation": "models here write text",
+    "file_search": "the server stores no files for models: search them in the client, as a function",
+    "mcp": "the server connects to no MCP servers: let the client do it, and send their tools as functions",
+    "tool_search": "the model sees all tools from the beginning: send them without it",
+    "namespace": "send its tools as functions, one by one",
+    "custom": "the input of tools here is JSON: make it a function with a parameter for the text",
+    **dict.fromkeys(("bash", "text_editor", "computer", "memory", "browser", "shell", "local_shell", "apply_patch"), _NO_SCHEMA),
+}
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]], kind: type[T], own: str) -> list[T]:
+    """Return tools as structs of a kind, whose type is `own`, or missing if that is "custom". Raises `HttpError` naming the place of a
+    tool of another type, or of the field that is wrong."""
+    return [_read(tool, kind, own, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _read(tool: Mapping[str, Any], kind: type[T], own: str, place: str) -> T:
+    given = tool.get("type", "custom" if own == "custom" else None)
+    if given not in (own, None) or (given is None and own != "custom"):
+        name = given if isinstance(given, str) else ""
+        why = next((why for prefix, why in INSTEAD.items() if name.startswith(prefix)), f"only tools of type {own!r} are supported")
+        raise unsupported(f"{place}.type", f"{why}, got {shown(given)}")
+    return converted(tool, kind, place)
