@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def is_deep(content: dict[str, Any] | list[Any]) -> bool:
+def is_deep(content: Mapping[str, Any] | list[Any]) -> bool:
     """True if a value read from JSON has more lists and objects in one another than any file of ours needs, and than Python may be able to walk."""
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):
-        inner = [value for part in level for value in (part.values() if isinstance(part, dict) else part)]
-        level = [value for value in inner if isinstance(value, dict | list)]
+        inner = [value for part in level for value in (part.values() if isinstance(part, Mapping) else part)]
+        level = [value for value in inner if isinstance(value, Mapping | list | tuple)]
     return bool(level)

@@ -131,6 +131,18 @@ def test_a_value_that_python_cannot_hold_fails_its_row_alone(tmp_path: Path) -> 
             source.fields(second)
 
 
+def test_cells_hold_values_for_components_as_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('prompt,extra,predicted_tokens\nx,"{""some-plugin"": {""tier"": 1}}",12\nx,,\nx,3,\nx,,5.5\n')
+    source = Csv(tmp_path / "rows.csv", {})
+    records = [source.convert(source.fields(record)) for record, _ in source.records(source.first)]
+    reader = RowReader({}, 0)
+    assert reader.read(1, records[0]).fields == {"extra": {"some-plugin": {"tier": 1}}, "predicted_tokens": 12}
+    assert reader.read(2, records[1]).fields == {}
+    for record, told in [(records[2], "extra must be an object"), (records[3], "predicted_tokens must be an integer from 0 to")]:
+        with pytest.raises(RequestError, match=f"^{told}"):
+            reader.read(3, record)
+
+
 def test_rows_without_a_seed_get_one_of_the_job_and_their_number() -> None:
     def seed(job: int, number: int, **sampling: Any) -> int | None:
         return RowReader({}, job).read(number, {"prompt": "x", "sampling": sampling}).params.seed

@@ -55,6 +55,10 @@ def test_json_keys_of_a_logit_bias_are_token_ids() -> None:
         ('{"prompt": "x", "id": [1]}', "f.jsonl:2: id must be a string or an integer"),
         ('{"prompt": "x", "logit_bias": {"a": 1}}', "f.jsonl:2: logit_bias: token id must be an integer"),
         ('{"prompt": "x", "extra_args": 3}', "f.jsonl:2: extra_args must be an object"),
+        ('{"prompt": "x", "extra": [1]}', "f.jsonl:2: extra must be an object of distributions and their values, got [1]"),
+        ('{"prompt": "x", "extra": ' + '{"a":' * 60 + "1" + "}" * 61, "f.jsonl:2: extra: more than 50 lists and objects in one another"),
+        ('{"prompt": "x", "predicted_tokens": "5"}', "f.jsonl:2: predicted_tokens must be an integer from 0 to "),
+        ('{"prompt": "x", "use_beam_search": true}', "f.jsonl:2: use_beam_search: beams have a call of their own: LLM.beam_search("),
         ('{"prompt": "x", "logit_bias": {"--5": 1}}', "f.jsonl:2: logit_bias: token id must be an integer"),
         ('{"prompt": "x", "logit_bias": {"05": 1, "5": 2}}', "f.jsonl:2: logit_bias: token id must be an integer"),
         (f'{{"prompt": "x", "logit_bias": {{"{"9" * 5000}": 1}}}}', "f.jsonl:2: logit_bias: token id must be an integer"),
@@ -84,7 +88,7 @@ def test_lines_of_a_plain_file_are_prompts_as_they_stand() -> None:
 
 def test_chat_makes_messages_of_texts_and_refuses_token_ids() -> None:
     text, messages, ids = read('"hi"', '{"messages": [{"role": "system", "content": "x"}]}', '{"prompt_token_ids": [1]}')
-    assert as_chat(text)[2:] == ("", [{"role": "user", "content": "hi"}])
+    assert as_chat(text)[2:4] == ("", [{"role": "user", "content": "hi"}])
     assert as_chat(messages) == messages
     with pytest.raises(RequestError, match="request '3': --chat makes a message of a text"):
         as_chat(ids)

@@ -128,7 +128,7 @@ class EngineWorker:
             try:
                 if isinstance(prompt, RequestError):
                     raise prompt
-                self._engine.add_list([(str(row.number), prompt, row.params)])  # not subject to `limits.max_waiting`
+                self._engine.add_list([(str(row.number), prompt, row.params, row.fields)])  # not subject to `limits.max_waiting`
                 self._rows[str(row.number)] = row
             except RequestError as error:
                 refused.append(failure_of(row.number, row.id, str(error), row.form))

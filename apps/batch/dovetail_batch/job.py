@@ -30,7 +30,7 @@ CHANGES_NO_ANSWER = (  # keys of `engine.yaml` that may change while a job is in
 
 Source = str | dict[str, Any]
 Format = Literal["jsonl", "csv", "parquet", "openai"]  # of an input
-Column = Literal["id", "prompt", "messages", "token_ids", "sampling"]
+Column = Literal["id", "prompt", "messages", "token_ids", "sampling", "extra", "predicted_tokens"]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 

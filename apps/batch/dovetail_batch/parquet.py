@@ -23,7 +23,7 @@ def check_installed() -> None:
 
 
 class Parquet(Source):
-    """A Parquet file. Positions are row numbers. `messages`, `token_ids` and `sampling` are lists and structs, or JSON text."""
+    """A Parquet file. Positions are row numbers. Cells of `JSON_CELLS` are lists and structs, or JSON text."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import xxhash
 
 from dovetail.checks import shown
-from dovetail.cli.prompts import PARAMS_KEYS, make_params
+from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, fields_of, make_params
 from dovetail.errors import RequestError
 from dovetail.json_files import MAX_DEPTH, is_deep
 from dovetail.sampling_params import SamplingParams, changed_unchecked
@@ -17,7 +17,7 @@ from dovetail.where import unknown_key
 
 Form = Literal["prompt", "messages", "token_ids"]
 FORMS: tuple[Form, ...] = ("prompt", "messages", "token_ids")
-KEYS = ("id", *FORMS, "sampling")
+KEYS = ("id", *FORMS, "sampling", *FIELD_KEYS)
 MAX_ID_CHARS = 512
 
 
@@ -30,6 +30,7 @@ class JobRow:
     form: Form
     content: Any  # text, messages or token ids, as `form` says
     params: SamplingParams
+    fields: Mapping[str, Any]  # other arguments of `LLMEngine.add_request`
 
 
 class RowReader:
@@ -60,7 +61,7 @@ class RowReader:
             params = self._read_sampling({**self._sampling, **given})
         if params.seed is None:
             params = changed_unchecked(params, seed=xxhash.xxh3_64_intdigest(f"{self._seed}:{number}".encode()) >> 1)
-        return JobRow(number, id_of(fields, number), form, _content(form, fields[form]), params)
+        return JobRow(number, id_of(fields, number), form, _content(form, fields[form]), params, fields_of(fields))
 
     def _read_sampling(self, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters of a row. Raises `RequestError` with the prefix "sampling: "."""

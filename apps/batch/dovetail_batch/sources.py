@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.checks import did_you_mean, shown
-from dovetail.cli.prompts import PARAMS_KEYS, parse_json
+from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, parse_json
 from dovetail.errors import ConfigError, RequestError
+from dovetail.sampling_params import BEAM_NAMES, BEAM_SEARCH
 from dovetail_batch.rows import KEYS
 
 MAX_LINE_BYTES = 64 * 2**20  # longer lines are rejected
-JSON_CELLS = ("messages", "token_ids", "sampling")  # columns that hold JSON where cells are text
+JSON_CELLS = ("messages", "token_ids", "sampling", *FIELD_KEYS)  # columns that hold JSON where cells are text
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 OPENAI_KEYS = ("custom_id", "method", "url", "body")
 NO_EFFECT = ("model", "user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -92,7 +93,7 @@ class Jsonl(Source):
 
 
 class Csv(Source):
-    """Comma-separated values with a header (RFC 4180). Cells of `messages`, `token_ids` and `sampling` hold JSON; an empty one is left out."""
+    """Comma-separated values with a header (RFC 4180). Cells of `JSON_CELLS` hold JSON; an empty one is left out."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)
@@ -212,7 +213,8 @@ def fields_of(line: Mapping[str, Any], limited: bool) -> Fields:
         raise RequestError(f"url must be {CHAT} or {COMPLETIONS}, got {shown(url)}")
     if not isinstance(body := line.get("body"), Mapping):
         raise RequestError(f"body must be an object, got {shown(body)}")
-    return {"id": name, **(_chat(body, limited) if url == CHAT else _completion(body))}
+    own = {key: body[key] for key in FIELD_KEYS if key in body}
+    return {"id": name, **own, **(_chat(body, limited) if url == CHAT else _completion(body))}
 
 
 def _chat(body: Mapping[str, Any], limited: bool) -> Fields:
@@ -242,8 +244,14 @@ def _sampling(body: Mapping[str, Any], content: str) -> dict[str, Any]:
         raise RequestError("stream: a job writes whole answers")
     sampling = {}
     for key, value in body.items():
-        if key in (content, "max_completion_tokens", *NO_EFFECT) or value is None:
+        if key in (content, "max_completion_tokens", *NO_EFFECT, *FIELD_KEYS) or value is None:
             continue
+        if key in BEAM_NAMES:
+            raise RequestError(f"{key}: {BEAM_SEARCH}")
+        if key == "vllm_xargs":
+            if body.get("extra_args") is not None:
+                raise RequestError("vllm_xargs: another name of extra_args, which is given as well: leave one of them out")
+            key = "extra_args"
         if key not in (*PARAMS_KEYS, "top_logprobs"):
             raise RequestError(f"{key}: `dovetail batch` doesn't read it, and it would change the answer; /v1/batches of `dovetail serve` does")
         sampling[key] = value

@@ -30,7 +30,7 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
 }
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})  # out of files, processes or memory, perhaps temporarily
 RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # at the beginning of a message: the engine's name of structured-output parameters
-_NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-z_]+)*")
+_NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-zA-Z0-9_-]+)*")
 
 
 class HttpError(DovetailError):

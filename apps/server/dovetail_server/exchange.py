@@ -204,7 +204,7 @@ class Exchange:
         """Decode the body of a generating endpoint; return it and the model name for the answer. Raises what `body`, `ignore` and `model_named`
         do."""
         body = await self.body(kind)
-        self.renamed = body.renamed()
+        self.renamed = body.renamed() if body.vllm_xargs is None else {**body.renamed(), "extra_args": "vllm_xargs"}
         for one in ignored_fields(body, body.ADVISORY):
             self.ignore(one)
         model = self.record.model = self.server.model_named(body.model)

@@ -206,8 +206,6 @@ class RemoteEngine:
         if fields.get("arrival_time") is None and self._wall_clock:
             fields["arrival_time"] = self.now()
         given = RequestFields(**fields)
-        if extra is not None and not isinstance(extra, Mapping):
-            raise RequestError("extra must map distribution names to values for their components")
         request_checks.at_most("unfinished requests", self.num_unfinished + 1, self.info.intake.limits, "max_waiting")
         self._check_free(request_id)
         params = changed_unchecked(params, output_kind=OutputKind.DELTA)

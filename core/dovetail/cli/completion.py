@@ -73,9 +73,9 @@ def settings(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 @_offers
 def params(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    from dovetail.cli.prompts import PARAMS_KEYS
+    from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS
 
-    yield from ((f"{key}=", "") for key in PARAMS_KEYS)
+    yield from ((f"{key}=", "") for key in (*PARAMS_KEYS, *FIELD_KEYS))
 
 
 def _keys(incomplete: str) -> Iterator[Offer]:

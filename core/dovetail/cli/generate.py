@@ -32,7 +32,7 @@ def generate(
         str | None,
         typer.Option(
             help='JSONL, "-" for standard input: a string a line, or an object with prompt, messages or prompt_token_ids, '
-            "any sampling parameter, and id."
+            "any sampling parameter, extra, predicted_tokens, and id."
         ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="The file has a prompt a line, as it stands, instead of JSON.")] = False,
@@ -50,7 +50,11 @@ def generate(
     choice: Annotated[list[str], typer.Option(help="The answer is this text, or another --choice. May be repeated.")] = [],  # noqa: B006
     param: Annotated[
         list[str],
-        typer.Option(metavar="KEY=VALUE", help="Any other sampling parameter; the value is YAML. May be repeated.", autocompletion=completion.params),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Any other sampling parameter, extra or predicted_tokens; the value is YAML. May be repeated.",
+            autocompletion=completion.params,
+        ),
     ] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each finished request.")] = False,
@@ -111,8 +115,9 @@ def _rule(json_schema: Path | None, regex: str | None, choice: list[str]) -> dic
 
 
 def _params(settings: list[str]) -> dict[str, Any]:
-    """Return the `--param key=value`s. Raises `ConfigError` for one that isn't a sampling parameter."""
-    from dovetail.cli.prompts import PARAMS_KEYS
+    """Return the `--param key=value`s. Raises `ConfigError` for one that isn't known."""
+    from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS
+    from dovetail.sampling_params import BEAM_NAMES, BEAM_SEARCH
     from dovetail.where import unknown_key
     from dovetail.yaml_source import parse_yaml
 
@@ -121,16 +126,17 @@ def _params(settings: list[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--param: expected key=value, got {shown(text)}")
-        if key not in PARAMS_KEYS:
-            raise ConfigError(f"--param: {key}: {unknown_key(key, PARAMS_KEYS, 'sampling parameter')}")
+        if key not in (known := (*PARAMS_KEYS, *FIELD_KEYS)):
+            raise ConfigError(f"--param: {key}: {BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, 'sampling parameter')}")
         params[key] = parse_yaml(value, "--param").value
     return params
 
 
 def _one_prompt(text: str, params: dict[str, Any]) -> list[Prompt]:
-    from dovetail.cli.prompts import Prompt, make_params
+    from dovetail.cli.prompts import Prompt, make_params_and_fields
 
-    return [Prompt("0", make_params(params), read_text("-", "prompt") if text == "-" else text)]
+    made, fields = make_params_and_fields(params)
+    return [Prompt("0", made, read_text("-", "prompt") if text == "-" else text, fields=fields)]
 
 
 def _file_of_prompts(name: str, plain: bool, params: dict[str, Any]) -> list[Prompt]:
@@ -159,7 +165,7 @@ def _add(engine: LLMEngine, prompt: Prompt, **changes: Any) -> None:
     """Add a prompt to the engine. Raises `RequestError` naming the request."""
     params = dataclasses.replace(prompt.params, **changes)
     try:
-        engine.add_request(prompt.id, prompt.prompt, params)
+        engine.add_request(prompt.id, prompt.prompt, params, **prompt.fields)
     except RequestError as error:
         raise RequestError(f"request {prompt.id}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Reading prompts from a JSONL file: each line is a string, or an object with a prompt, any `SamplingParams` field and an id."""
+"""Reading prompts from a JSONL file: each line is a string, or an object with a prompt, any `SamplingParams` field, any of `FIELD_KEYS` and an id."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dovetail.checks import shown
 from dovetail.errors import RequestError
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.json_files import MAX_DEPTH, is_deep
+from dovetail.request import RequestFields
+from dovetail.sampling_params import BEAM_NAMES, BEAM_SEARCH, OutputKind, SamplingParams
 from dovetail.where import Where, unknown_key
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 PLAIN_TEXT = "quote each line, or use --plain for a file whose lines are prompts as they stand"
 _INTEGER = re.compile("0|-?[1-9][0-9]{0,19}")  # one spelling of each number, so that no two keys mean the same token
+FIELD_KEYS = ("extra", "predicted_tokens")  # for components; arguments of `LLMEngine.add_request`
 PARAMS_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind")
 
 
@@ -29,10 +33,12 @@ class Prompt(NamedTuple):
     params: SamplingParams
     prompt: str | Mapping[str, Any] | TokenizedText = ""  # as `LLMEngine.add_request` takes it
     messages: list[dict[str, Any]] | None = None  # instead of `prompt`
+    fields: Mapping[str, Any] = MappingProxyType({})  # those of `FIELD_KEYS` that are given
 
 
 def read_prompts(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> list[Prompt]:
-    """All prompts of a file, read before anything runs; `defaults` are sampling parameters that a line may override. Empty lines are skipped.
+    """All prompts of a file, read before anything runs; `defaults` are sampling parameters and `FIELD_KEYS` that a line may override. Empty lines are
+    skipped.
 
     Raises `RequestError` naming file and line.
     """
@@ -56,8 +62,8 @@ def read_prompts(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -
 
 def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> list[Prompt]:
     """Return each line that isn't empty as a prompt, unchanged. Raises `RequestError` if there is none."""
-    params = make_params(defaults)
-    prompts = [Prompt(str(number), params, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    params, fields = make_params_and_fields(defaults)
+    prompts = [Prompt(str(number), params, line, fields=fields) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise RequestError(f"{name}: no prompts in it")
     return prompts
@@ -75,20 +81,23 @@ def as_chat(prompt: Prompt) -> Prompt:
 def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Prompt:
     given = parse_json(line, "" if line.lstrip().startswith(("{", "[")) else f"; {PLAIN_TEXT}")
     if isinstance(given, str):
-        return Prompt(default_id, make_params(defaults), given)
+        params, fields = make_params_and_fields(defaults)
+        return Prompt(default_id, params, given, fields=fields)
     if not isinstance(given, dict):
         raise RequestError(f"expected a string or an object, got {shown(given)}; {PLAIN_TEXT}")
+    known = (*PROMPT_KEYS, *PARAMS_KEYS, *FIELD_KEYS, "id")
     for key in given:
-        if key not in (*PROMPT_KEYS, *PARAMS_KEYS, "id"):
-            raise RequestError(Where((key,)).says(unknown_key(key, (*PROMPT_KEYS, *PARAMS_KEYS, "id"), "key")))
+        if key not in known:
+            raise RequestError(Where((key,)).says(BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, "key")))
     forms = [key for key in PROMPT_KEYS if key in given]
     if len(forms) != 1:
         raise RequestError(f"expected exactly one of {', '.join(PROMPT_KEYS)}, got {' and '.join(forms) or 'none'}")
     identity = given.get("id", default_id)
     if type(identity) not in (str, int) or identity == "":
         raise RequestError(f"id must be a string or an integer, got {shown(identity)}")
-    params = make_params({**defaults, **{key: value for key, value in given.items() if key in PARAMS_KEYS}})
-    return Prompt(str(identity), params, *_prompt_and_messages(forms[0], given[forms[0]]))
+    own = {key: value for key, value in given.items() if key in (*PARAMS_KEYS, *FIELD_KEYS)}
+    params, fields = make_params_and_fields({**defaults, **own})
+    return Prompt(str(identity), params, *_prompt_and_messages(forms[0], given[forms[0]]), fields)
 
 
 def parse_json(line: str, hint: str = "") -> Any:
@@ -124,6 +133,22 @@ def _prompt_and_messages(form: str, value: Any) -> tuple[str | Mapping[str, Any]
             raise RequestError(f'messages must be objects like {{"role": "user", "content": "…"}}, got {shown(value)}')
         return "", value
     return {"prompt_token_ids": value}, None
+
+
+def make_params_and_fields(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """Return the parameters and the `FIELD_KEYS` in plain JSON values, as `make_params` and `fields_of` do."""
+    return make_params({key: value for key, value in values.items() if key not in FIELD_KEYS}), fields_of(values)
+
+
+def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `FIELD_KEYS` that are given. Raises `RequestError` for a wrong type, and for values nested too deeply to be sent on."""
+    fields = {key: values[key] for key in FIELD_KEYS if values.get(key) is not None}
+    RequestFields(predicted_tokens=fields.get("predicted_tokens"))
+    if not isinstance(extra := fields.get("extra", {}), dict):
+        raise RequestError(f"extra must be an object of distributions and their values, got {shown(extra)}")
+    if is_deep(extra):
+        raise RequestError(f"extra: more than {MAX_DEPTH} lists and objects in one another")
+    return fields
 
 
 def make_params(fields: Mapping[str, Any]) -> SamplingParams:

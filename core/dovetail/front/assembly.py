@@ -164,14 +164,12 @@ class Assembly:
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the values that a request carries for components, validated by their own models. Raises `RequestError`."""
-        if extra is not None and not isinstance(extra, Mapping):
-            raise RequestError(f"extra must map distributions to what their components want to know, got {shown(extra)}")
         checked = {}
         for distribution, values in (extra or {}).items():
             model = self.extra_models.get(distribution)
             if model is None:
                 known = ", ".join(sorted(self.extra_models)) or "nobody here"
-                raise RequestError(f"extra: {distribution!r} reads nothing from requests; those that do: {known}")
+                raise RequestError(f"extra: {shown(distribution)} reads nothing from requests; those that do: {known}")
             checked[distribution] = validated(model, values, f"extra.{distribution}").model_copy(deep=True)  # nothing of it is the caller's any more
         return checked
 

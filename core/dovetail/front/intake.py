@@ -176,7 +176,7 @@ class Intake:
                 request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
         self._check_params(params)
-        request_checks.check_size("extra", extra, self.facts.limits)
+        request_checks.check_extra(extra, self.facts.limits)
         room = self.facts.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for

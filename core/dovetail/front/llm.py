@@ -50,9 +50,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        predicted_tokens: int | Sequence[int | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each.
+        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each. So are `extra` and
+        `predicted_tokens`, which `LLMEngine.add_request` describes.
 
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is invalid, before
         anything is computed, and `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays usable.
@@ -62,10 +66,11 @@ class LLM:
             check_call("generate", others)
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.FINAL)
+        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens)
         collect = gc.enable if gc.isenabled() else lambda: None  # a collection would free nothing while the device waits
         gc.disable()
         try:
-            with OutputStream(self.engine, "generate", self.engine.all_tokenized(prompts), params, begun=collect) as stream:
+            with OutputStream(self.engine, "generate", self.engine.all_tokenized(prompts), params, fields, begun=collect) as stream:
                 return self._collected(stream, len(prompts), use_tqdm)
         finally:
             collect()
@@ -74,6 +79,9 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        predicted_tokens: int | Sequence[int | None] | None = None,
     ) -> OutputStream:
         """Generate like `generate`, but return an iterator of deltas: each output holds what is new for the prompt at its `prompt_index`.
 
@@ -81,7 +89,8 @@ class LLM:
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.DELTA)
-        return OutputStream(self.engine, "stream", self.engine.all_tokenized(prompts), params)
+        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens)
+        return OutputStream(self.engine, "stream", self.engine.all_tokenized(prompts), params, fields)
 
     def chat(
         self,
@@ -94,10 +103,13 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        predicted_tokens: int | Sequence[int | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the model's chat template or the given one. The other options are those of
-        `dovetail.front.chat.ChatOptions`. Raises `RequestError` if there is no template, it rejects a conversation, or an option is invalid."""
+        `dovetail.front.chat.ChatOptions` and of `generate`. Raises `RequestError` if there is no template, it rejects a conversation, or an option
+        is invalid."""
         if others:
             check_call("chat", others)
         options = ChatOptions(
@@ -108,7 +120,7 @@ class LLM:
             continue_final_message=continue_final_message,
         )
         prompts: list[Prompt] = [*self._chat.prompts(_conversations(messages), options)]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, extra=extra, predicted_tokens=predicted_tokens)
 
     def beam_search(
         self,
@@ -181,10 +193,16 @@ class OutputStream:
     hasn't read are joined, for each prompt."""
 
     def __init__(
-        self, engine: LLMEngine, name: str, prompts: Sequence[Prompt], params: Sequence[SamplingParams], begun: Callable[[], None] = lambda: None
+        self,
+        engine: LLMEngine,
+        name: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        fields: Sequence[Mapping[str, Any]],
+        begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add all requests or none, before any is computed, under ids that no other caller uses; `begun` is called after the next step. Raises as
-        `LLMEngine.add_request` does."""
+        """Add all requests or none, before any is computed, under ids that no other caller uses; `begun` is called after the next step. `fields`:
+        other arguments of `LLMEngine.add_request`, by name. Raises as that does."""
         self._thread = thread = engine.run_in_thread()
         self._ready: SimpleQueue[str] = SimpleQueue()  # ids of requests whose `Unread` has something
         prefix = f"{name}-{secrets.token_hex(4)}"
@@ -195,7 +213,7 @@ class OutputStream:
         readers = dict(self._readers)
 
         def add() -> None:
-            engine.add_list(zip(readers, prompts, params, strict=True))
+            engine.add_list(zip(readers, prompts, params, fields, strict=True))
             for request_id, unread in readers.items():
                 thread.read(request_id, unread)
             thread.submit(begun)
@@ -282,6 +300,21 @@ def _one_each(params: Any, count: int, kind: OutputKind) -> list[SamplingParams]
     if len(params) != count:
         raise RequestError(f"sampling_params must be one or one for each prompt: got {len(params)} for {count} prompts")
     return [changed_unchecked(one, output_kind=kind) for one in params]
+
+
+def _fields_of_each(count: int, **given: Any) -> list[dict[str, Any]]:
+    """Return the fields of each of `count` requests, by name; each is given once for all of them, or in a list of one for each. Raises
+    `RequestError`."""
+    fields: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in given.items():
+        if value is None:
+            continue
+        each = value if isinstance(value, list | tuple) else [value] * count
+        if len(each) != count:
+            raise RequestError(f"{name} must be one or one for each prompt: got {len(each)} for {count} prompts")
+        for place, one in enumerate(each):
+            fields[place][name] = one
+    return fields
 
 
 def _conversations(messages: Any) -> Sequence[Any]:

@@ -134,12 +134,15 @@ class LLMEngine:
         return self._thread
 
     @exclusive
-    def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams]]) -> None:
-        """Add all requests (id, prompt, params), or none. They are exempt from `limits.max_waiting`. Raises as `add_request`."""
+    def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams, Mapping[str, Any]]]) -> None:
+        """Add all requests (id, prompt, params, other arguments of `add_request` by name), or none. They are exempt from `limits.max_waiting`. Raises
+        as `add_request`."""
         ids: list[str] = []
         try:
-            for request_id, prompt, params in requests:
-                self._add(request_id, prompt, params, RequestFields(), None)
+            for request_id, prompt, params, others in requests:
+                fields = dict(others)
+                extra = fields.pop("extra", None)
+                self._add(request_id, prompt, params, RequestFields(**fields), extra)
                 self._listed.add(request_id)
                 ids.append(request_id)
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Any
 from dovetail.checks import BINARY, is_integer, is_larger, shown
 from dovetail.errors import RequestError
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.json_files import MAX_DEPTH, is_deep
 from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
@@ -84,7 +85,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         at_most("prompt_logprobs", params.prompt_logprobs, limits, "max_logprobs")
     if params.structured is not None:
         check_structured(Structured.of(params.structured), limits)
-    check_size("extra_args", params.extra_args, limits)
+    _check_size("extra_args", params.extra_args, limits)
 
 
 def check_structured(structured: Structured, limits: Limits) -> None:
@@ -130,8 +131,18 @@ def _has_more_chars(value: Any, most: int) -> bool:
     return counted > most
 
 
-def check_size(name: str, value: Any, limits: Limits) -> None:
-    """Raise `RequestError` if `extra_args` or `extra` is too large."""
+def check_extra(extra: Any, limits: Limits) -> None:
+    """Raise `RequestError` if `extra` isn't a mapping, or is too large or nested too deeply. Reads no more of it than the limit allows."""
+    if extra is None:
+        return
+    if not isinstance(extra, Mapping):
+        raise RequestError(f"extra must map distributions to what their components want to know, got {shown(extra)}")
+    _check_size("extra", extra, limits)
+    if is_deep(extra):
+        raise RequestError(f"extra: more than {MAX_DEPTH} containers within each other")
+
+
+def _check_size(name: str, value: Any, limits: Limits) -> None:
     if value and is_larger(value, limits.max_extra_size):
         raise RequestError(f"{name}: all items and characters in it must be at most {limits.max_extra_size} (limits.max_extra_size) together")
 

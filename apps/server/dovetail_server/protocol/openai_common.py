@@ -62,6 +62,10 @@ class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     ttft_deadline_s: float | None = None
     tbt_s: float | None = None
     cache_salt: str | None = None
+    predicted_tokens: int | None = None
+    extra: dict[str, Any] | None = None
+    extra_args: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None  # vLLM's name of `extra_args`
 
     def renamed(self) -> Mapping[str, str]:
         """Return the API's names of parameters that engine errors call otherwise."""
@@ -130,6 +134,10 @@ def sampling_params(body: GenerationFields, **own: Any) -> SamplingParams:
     """Return the parameters of a request. `own`: fields of `SamplingParams` that the API names or encodes differently; None keeps a field's default,
     except for `max_tokens`. Raises `RequestError`."""
     fields = {name: getattr(body, name, None) for name in _SAMPLING} | own
+    if body.vllm_xargs is not None:
+        if body.extra_args is not None:
+            raise HttpError(400, "vllm_xargs: another name of extra_args, which is given as well: leave one of them out", param="vllm_xargs")
+        fields["extra_args"] = body.vllm_xargs
     max_tokens = fields.pop("max_tokens")
     return SamplingParams(**given(**fields), max_tokens=max_tokens, output_kind=OutputKind.DELTA)
 
@@ -137,7 +145,16 @@ def sampling_params(body: GenerationFields, **own: Any) -> SamplingParams:
 def engine_fields(body: GenerationFields, engine: ServedEngine) -> Mapping[str, Any]:
     """Return the keyword arguments of `ServedEngine.submit`."""
     last, first = (None if seconds is None else engine.now() + seconds for seconds in (body.deadline_s, body.ttft_deadline_s))
-    return given(priority=body.priority, client=body.client, cache_salt=body.cache_salt, deadline=last, ttft_deadline=first, tbt_s=body.tbt_s)
+    return given(
+        priority=body.priority,
+        client=body.client,
+        cache_salt=body.cache_salt,
+        deadline=last,
+        ttft_deadline=first,
+        tbt_s=body.tbt_s,
+        predicted_tokens=body.predicted_tokens,
+        extra=body.extra,
+    )
 
 
 class TokenCounts(NamedTuple):
