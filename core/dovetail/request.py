@@ -260,6 +260,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     preemptions: int = 0
+    pauses: Sequence[tuple[float, float | None]] = ()  # of its first sample: from each preemption to the next admission, the first 100
 
 
 @dataclass(slots=True)

@@ -332,3 +332,20 @@ def test_a_host_that_hangs_between_steps_is_seen(tmp_path: Path) -> None:
     thread.join(PATIENCE_S)
     assert host.busy_s() == 0
     post.close()
+
+
+def test_the_times_of_preemptions_arrive_with_the_end(tmp_path: Path) -> None:
+    """Two requests that the cache can't hold together: the younger one is preempted, and goes on when the first has ended."""
+
+    async def main() -> list[Collector]:
+        settings = {"max_model_len": 128, "executor": {"name": "local", "num_blocks": 8}, "kv_cache": {"name": "prefix", "reuse": False}}
+        async with served("zmq", tmp_path, **settings) as one:
+            params = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0)
+            return list(await asyncio.gather(*(ask(one.engine, name, [5, 6], params) for name in "ab")))
+
+    times = [collector.outputs[-1].metrics for collector in run(main())]
+    assert times[0].preemptions == len(times[0].pauses) == 0
+    assert times[1].preemptions == len(times[1].pauses) > 0
+    moments = [at for pause in times[1].pauses for at in pause]
+    assert moments == sorted(moments)
+    assert times[1].first_scheduled_time < moments[0] < moments[-1] < times[1].finished_time

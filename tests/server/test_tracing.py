@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -19,9 +20,11 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
+from dovetail.request import RequestMetrics
+from dovetail.sampling_params import SamplingParams
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
-from dovetail_server.tracing import SPAN, Tracing
+from dovetail_server.tracing import SPAN, RequestRecord, Tracing, phases_of
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving_in_threads
 
@@ -142,10 +145,52 @@ def test_a_real_engine_tells_how_long_its_request_waited(monkeypatch: pytest.Mon
     with serving_in_threads({"model": "demo", "max_num_seqs": 4}, ServerSettings(otlp_traces_endpoint="http://127.0.0.1:9/")) as url:
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "ROMEO:", "max_tokens": 3, "ignore_eos": True}).status_code == 200
     tracing.flush()
-    told = dict(exporter.get_finished_spans()[0].attributes or {})
+    *phases, request = exporter.get_finished_spans()
+    assert [span.name for span in phases] == [f"{SPAN}.{name}" for name in ("queue", "prefill", "decode")]
+    assert all(span.parent == request.context and span.start_time >= request.start_time for span in phases)
+    assert [span.end_time for span in phases[:-1]] == [span.start_time for span in phases[1:]]
+    assert phases[-1].end_time <= request.end_time
+    told = dict(request.attributes or {})
     queue_s, prefill_s, decode_s = (told[f"gen_ai.latency.time_in_{what}"] for what in ("queue", "model_prefill", "model_decode"))
     assert queue_s >= 0 < prefill_s  # type: ignore[operator]
     assert queue_s + prefill_s + decode_s <= told["gen_ai.latency.e2e"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        (RequestMetrics(1.0), [("queue", 1.0, 9.0)]),
+        (RequestMetrics(1.0, 2.0), [("queue", 1.0, 2.0), ("prefill", 2.0, 9.0)]),
+        (RequestMetrics(1.0, 2.0, 4.0, 7.0), [("queue", 1.0, 2.0), ("prefill", 2.0, 4.0), ("decode", 4.0, 7.0)]),
+        (RequestMetrics(1.0, 1.0, 1.0, 1.0), []),
+        (
+            RequestMetrics(1.0, 2.0, 4.0, 7.0, 2, [(3.0, 3.5), (5.0, 6.0)]),
+            [
+                *(("queue", 1.0, 2.0), ("prefill", 2.0, 3.0), ("preempted", 3.0, 3.5), ("prefill", 3.5, 4.0)),
+                *(("decode", 4.0, 5.0), ("preempted", 5.0, 6.0), ("decode", 6.0, 7.0)),
+            ],
+        ),
+        (  # the first token was in flight
+            RequestMetrics(1.0, 2.0, 4.0, None, 1, [(3.0, None)]),
+            [("queue", 1.0, 2.0), ("prefill", 2.0, 3.0), ("preempted", 3.0, 9.0)],
+        ),
+    ],
+    ids=lambda value: f"{len(value)} phases" if isinstance(value, list) else "",
+)
+def test_phases_have_neither_gaps_nor_overlaps(times: RequestMetrics, expected: list[tuple[str, float, float]]) -> None:
+    assert phases_of(times, 9.0) == expected
+
+
+def test_spans_of_phases_lie_within_that_of_their_request() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter)
+    record = RequestRecord(began=time.monotonic() - 4.0, params=SamplingParams(), times=RequestMetrics(-50.0, 97.0, 98.0, 200.0, 1, [(98.5, 99.0)]))
+    tracing.export({"type": "http", "headers": []}, record, 100.0)
+    tracing.flush()
+    *phases, request = exporter.get_finished_spans()
+    assert [span.name.removeprefix(f"{SPAN}.") for span in phases] == ["queue", "prefill", "decode", "preempted", "decode"]
+    assert (phases[0].start_time, phases[-1].end_time) == (request.start_time, request.end_time)
+    assert phases[3].end_time - phases[3].start_time == pytest.approx(0.5e9, abs=1e3)
 
 
 def test_without_the_library_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -440,4 +440,4 @@ class Endpoint:
         finally:
             exchange.close()
             if exchange.record.params is not None and (tracing := exchange.server.tracing) is not None:
-                tracing.export(exchange.scope, exchange.record)
+                tracing.export(exchange.scope, exchange.record, exchange.engine.now())

@@ -109,6 +109,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     stop_reason: int | str | None
     preemptions: int
     keeps_token: bool = False
+    pauses: tuple[float, ...] = ()
 
 
 class PackedLogprobs(msgspec.Struct, array_like=True, gc=False):

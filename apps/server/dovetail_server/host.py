@@ -381,7 +381,8 @@ class EngineHost:
                 self._new.discard(request)
         for request, finish in finished.items():
             front_end, number = places[request]
-            part_of(front_end).finished.append(Finished(number, finish.reason, finish.stop_reason, request.preemptions, finish.keeps_token))
+            ended = Finished(number, finish.reason, finish.stop_reason, request.preemptions, finish.keeps_token, tuple(request.pauses))
+            part_of(front_end).finished.append(ended)
         if delivery.logprobs or delivery.prompt_logprobs:
             self._put_logprobs(delivery, part_of)
         return parts

@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,6 +65,7 @@ class Sample:
         "listener",
         "number",
         "output_token_ids",
+        "pauses",
         "preemptions",
         "text",
         "watcher",
@@ -80,6 +81,7 @@ class Sample:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.preemptions = 0
+        self.pauses: Sequence[float] = ()
         self.cached_tokens = 0
         self.entry: _Open | None = None
 
@@ -339,7 +341,7 @@ class RemoteEngine:
                     stopped.append(number)
         for finish in ends.values():
             if (sample := samples.get(finish.number)) is not None:
-                sample.preemptions = finish.preemptions
+                sample.preemptions, sample.pauses = finish.preemptions, finish.pauses
                 news.finished[sample] = Finish(finish.reason, finish.stop_reason, finish.keeps_token)
         if stopped:
             self._line.send(Abort(stopped))

@@ -1,5 +1,5 @@
 """`RequestRecord`: the figures of one HTTP request, for its log line and its span. `Tracing`: an OpenTelemetry span for each request submitted to the
-engine, if enabled.
+engine, with one for each of its phases, if enabled.
 
 Attribute names are vLLM's; docs/serving/metrics.md lists them. The library comes with the extra `tracing`.
 """
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dovetail.errors import MissingExtraError
@@ -91,17 +92,22 @@ class Tracing:
 
         return cls(OTLPSpanExporter(endpoint=endpoint))
 
-    def export(self, scope: Scope, record: RequestRecord) -> None:
-        """Export the span of a request that has ended."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode
+    def export(self, scope: Scope, record: RequestRecord, now: float) -> None:
+        """Export the spans of a request that has ended. `now`: the time on the engine's clock."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         end_ns, took_s = time.time_ns(), time.monotonic() - record.began
         context = self._propagator.extract(_carrier(scope["headers"]))
-        span = self._tracer.start_span(SPAN, context, SpanKind.SERVER, start_time=end_ns - round(took_s * 1e9))
+        begin_ns = end_ns - round(took_s * 1e9)
+        span = self._tracer.start_span(SPAN, context, SpanKind.SERVER, start_time=begin_ns)
         if span.is_recording():
             span.set_attributes(attributes_of(scope, record, took_s))
             if record.error is not None:
                 span.set_status(Status(StatusCode.ERROR, record.error[:500]))
+            inside = set_span_in_context(span)
+            for name, begin, end in () if record.times is None else phases_of(record.times, now):
+                first, last = (min(max(begin_ns, end_ns - round((now - at) * 1e9)), end_ns) for at in (begin, end))
+                self._tracer.start_span(f"{SPAN}.{name}", inside, start_time=first).end(last)
         span.end(end_ns)
 
     def flush(self) -> None:
@@ -113,6 +119,25 @@ class Tracing:
         thread = threading.Thread(target=self._provider.shutdown, daemon=True)
         thread.start()
         thread.join(_FLUSHED_S)
+
+
+def phases_of(times: RequestMetrics, now: float) -> list[tuple[str, float, float]]:
+    """Return the phases of a request in order: "queue", "prefill", "decode" and "preempted", each with its begin and end in seconds on the engine's
+    clock. Without gaps; the last one ends at `now` if the request hasn't finished. What is computed again after a preemption belongs to the phase
+    that was interrupted."""
+    reached = [("queue", times.arrival_time), ("prefill", times.first_scheduled_time), ("decode", times.first_token_time)]
+    begins = [(name, begin) for name, begin in reached if begin is not None]
+    last = now if times.finished_time is None else times.finished_time
+    pauses = [(begin, last if end is None else end) for begin, end in times.pauses]
+    cuts = sorted({last, *(at for _, at in begins), *(at for pause in pauses for at in pause)})
+    phases: list[tuple[str, float, float]] = []
+    for begin, end in pairwise(at for at in cuts if at <= last):
+        paused = any(since <= begin < until for since, until in pauses)
+        name = "preempted" if paused else next((name for name, since in reversed(begins) if since <= begin), "queue")
+        if phases and phases[-1][0] == name:
+            begin = phases.pop()[1]
+        phases.append((name, begin, end))
+    return phases
 
 
 def attributes_of(scope: Scope, record: RequestRecord, took_s: float) -> dict[str, str | int | float | list[str]]:

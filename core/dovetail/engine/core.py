@@ -323,6 +323,7 @@ class EngineCore:
         """Apply the policy's decisions besides grants: `on_preempted`, rejections, admissions."""
         self.stats.preemptions += len(step.preempted)
         for request in step.preempted:
+            request.pause(step.now)
             if self.observers:
                 self.observers.tell("on_preempted", RequestPreempted(step.now, request))
             self._ask("on_preempted", request)
@@ -330,6 +331,7 @@ class EngineCore:
             self._finish(request, Finish("rejected", reason), deliver=True)
         for request, cached in step.admitted.items():
             self.stats.cached_tokens += cached
+            request.resume(step.now)
             if self.observers:
                 self.observers.tell("on_admitted", RequestAdmitted(step.now, request, cached))
 

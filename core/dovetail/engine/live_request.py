@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from dovetail.engine.finish import Gate, Preparation, TokenWatcher
 
 
+MAX_PAUSES = 100  # of a request, whose times are kept
+
+
 class Status(Enum):
     """The state of a request in the engine."""
 
@@ -52,6 +55,7 @@ class LiveRequest(Request):
         "num_computed",
         "order",
         "output_token_ids",
+        "pauses",
         "preemptions",
         "prefill_end",
         "preparations",
@@ -107,6 +111,7 @@ class LiveRequest(Request):
         self.lost = 0  # tokens that were computed once, before a preemption
         self.recomputed_tokens: int = 0
         self.preemptions: int = 0
+        self.pauses: Sequence[float] = ()  # times of preemptions, each followed by that of the next admission; the first `MAX_PAUSES` pairs
         self.cached_tokens: int = 0
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -124,6 +129,16 @@ class LiveRequest(Request):
         """Append a sampled token, whose step has run."""
         self.in_flight -= 1
         self.output_token_ids.append(token)
+
+    def pause(self, now: float) -> None:
+        """Note the time of a preemption."""
+        if len(self.pauses) % 2 == 0 and len(self.pauses) < 2 * MAX_PAUSES:  # otherwise it hasn't been computed since the last one
+            self.pauses = [*self.pauses, now]
+
+    def resume(self, now: float) -> None:
+        """Note the time of an admission, if it follows a preemption."""
+        if len(self.pauses) % 2:
+            self.pauses = [*self.pauses, now]
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.status.value})"

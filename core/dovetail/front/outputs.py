@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dovetail.engine.finish import Finish
@@ -29,6 +30,9 @@ class SampleState(Protocol):
 
     @property
     def preemptions(self) -> int: ...
+
+    @property
+    def pauses(self) -> Sequence[float]: ...
 
     @property
     def cached_tokens(self) -> int: ...
@@ -79,6 +83,8 @@ class RequestGroup(Generic[S]):
         metrics.first_scheduled_time = _earliest(s.first_scheduled_time for s in samples)
         metrics.first_token_time = _earliest(s.first_token_time for s in samples)
         metrics.preemptions = sum(s.preemptions for s in samples)
+        if pauses := samples[0].pauses:
+            metrics.pauses = tuple(zip_longest(pauses[::2], pauses[1::2]))
 
 
 class SampleOutput:
