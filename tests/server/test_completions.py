@@ -37,6 +37,7 @@ FURTHER = (
     "tbt_s",
     "cache_salt",
     "return_token_ids",
+    "use_beam_search",
 )
 
 
@@ -72,8 +73,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"logprobs": 2, "echo": True},
     {"n": 2, "best_of": 2},
-    {"use_beam_search": False},
-    {"return_token_ids": True},
+    {"return_token_ids": True, "use_beam_search": False},
     {"user": "somebody"},
 ]
 
