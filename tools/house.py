@@ -20,7 +20,7 @@ DRAWING = Path(__file__).parents[1] / "docs" / "assets" / "house.svg"
 
 ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
     "cli": ("dovetail.cli", "dovetail.__main__"),
-    "front": ("dovetail.front",),
+    "front": ("dovetail.front", "dovetail.compat"),
     "config": ("dovetail.config", "dovetail.config_schema", "dovetail.parts", "dovetail.yaml_source"),
     "registry": ("dovetail.registry",),
     "engine": ("dovetail.engine",),

@@ -22,3 +22,8 @@ def not_yet(name: str) -> str | None:
     """Return a sentence for a name that the roadmap knows, or None."""
     heading = HEADINGS.get(name.replace("-", "_"))
     return heading and f'not there yet; "{heading}" is on the roadmap, {PAGE}'
+
+
+def planned(section: str) -> str:
+    """Return a sentence that points to a section of the roadmap."""
+    return f'Dovetail can\'t do that yet: see "{section}" in the roadmap, {PAGE}'

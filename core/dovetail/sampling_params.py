@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
@@ -74,6 +74,38 @@ def _refuses_unknown_fields(cls: type[T]) -> type[T]:
     return cls
 
 
+class _Settable:
+    """Base of a frozen dataclass whose fields may be set until it is in use."""
+
+    __slots__ = ("_used",)  # set once it is
+
+
+def in_use(params: _Settable) -> None:
+    """Freeze parameters, since a request has them."""
+    object.__setattr__(params, "_used", True)
+
+
+def _settable_until_used(cls: type[T]) -> type[T]:
+    """Let the fields of a frozen dataclass be set until `in_use` or the first hash. A value is checked, and converted, as when it is made; setting an
+    invalid one changes nothing."""
+    made: Any = cls
+    hashed = made.__hash__
+
+    def set_field(self: T, name: str, value: Any) -> None:
+        if getattr(self, "_used", False):
+            raise FrozenInstanceError(f"{name}: these {made.__name__} are in use, and can't change any more: change a copy, params = params.clone()")
+        changed = replace(self, **{name: value})  # type: ignore[type-var]
+        for field_name in made.__match_args__:
+            object.__setattr__(self, field_name, getattr(changed, field_name))
+
+    def hash_used(self: T) -> int:
+        in_use(self)  # type: ignore[arg-type]
+        return int(hashed(self))
+
+    made.__setattr__, made.__hash__ = set_field, hash_used
+    return cls
+
+
 def _unknown_field(name: str, valid: Sequence[str]) -> str:
     kind = "beam search" if "beam_width" in valid else "sampling"
     if NAMES_ELSEWHERE.get(name) in valid:
@@ -85,11 +117,13 @@ def _unknown_field(name: str, valid: Sequence[str]) -> str:
     return f"{name[:80]}: unknown {kind} parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
 
 
+@_settable_until_used
 @_refuses_unknown_fields
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The parameters of one request: how to choose its tokens, and when to stop. It is frozen, and checked when made: a wrong value raises
-    `RequestError` with the name and the allowed range. Equal ones have equal hashes.
+class SamplingParams(_Settable):
+    """The parameters of one request: how to choose its tokens, and when to stop. Checked when made: a wrong value raises `RequestError` with the name
+    and the allowed range. Fields may be set, with the same checks, until a request or a hash uses them; then it is frozen: change a `clone`. Equal
+    ones have equal hashes.
 
     A field left `None` in `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the model's default (its
     `generation_config.json`, if the engine uses it), else the neutral value.
@@ -177,7 +211,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
-        """Return a copy, for programs that expect to change it; here it is frozen, too."""
+        """Return a copy, which isn't in use."""
         return self.__copy__()
 
     def __copy__(self) -> SamplingParams:

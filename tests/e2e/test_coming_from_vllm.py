@@ -14,7 +14,7 @@ import torch
 from tools import docs_hooks
 
 from dovetail import LLM, AsyncLLMEngine, BeamSearchParams, EngineArgs, EngineConfig, LLMEngine, SamplingParams
-from dovetail.errors import ConfigError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.async_engine import _in_our_order
 from dovetail.front.vllm_args import TABLE, Argument, translated
@@ -347,6 +347,24 @@ async def tells(engine: AsyncLLMEngine) -> None:
     assert (await engine.get_tokenizer()).encode("ROMEO:")
 
 
+@asynchronous
+async def shuts_down(engine: AsyncLLMEngine) -> None:
+    engine.shutdown()
+    engine.shutdown(timeout=1.0)
+    with pytest.raises(EngineDeadError):
+        await engine.check_health()
+
+
+def resets(llm: LLM) -> None:
+    for one in (llm, llm.engine):
+        llm.generate("ROMEO: what is there", GREEDY, use_tqdm=False)
+        assert one.reset_prefix_cache() is True
+        assert llm.generate("ROMEO: what is there", GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+        for name in ("reset_running_requests", "reset_connector"):
+            with pytest.raises(RequestError, match=rf"reset_prefix_cache\(\): {name}"):
+                one.reset_prefix_cache(**{name: True})
+
+
 METHODS: dict[str, Callable[[LLM], None]] = {
     "llm.generate(prompts, sampling_params, use_tqdm)": generates,
     'llm.generate([{"prompt_token_ids": [1, 2]}])': ids,
@@ -377,6 +395,8 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     "await engine.get_model_config()": tells,
     "await engine.do_log_stats()": tells,
     "await engine.check_health()": tells,
+    "engine.shutdown()": shuts_down,
+    "llm.reset_prefix_cache()": resets,
 }
 
 

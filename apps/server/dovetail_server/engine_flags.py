@@ -6,9 +6,7 @@ They are translated by the table of `dovetail.front.vllm_args`. vLLM's flags for
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from decimal import Decimal
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +15,7 @@ from typer.core import TyperCommand
 
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError
-from dovetail.front.vllm_args import SECRETS, TABLE, is_given, translated
-from dovetail.yaml_source import parse_yaml
+from dovetail.front.vllm_args import ARGUMENTS, flag_of, flag_value, is_given, translated
 from dovetail_server.settings import ServerSettings
 
 logger = logging.getLogger("dovetail")
@@ -51,10 +48,6 @@ REFUSED = {  # flags of vLLM's server -> what does the same here
     "--lora-modules": 'Dovetail can\'t do that yet: see "LoRA adapters" in the roadmap, docs/roadmap.md',
     "--ssl-ca-certs": "let a proxy check the certificates of clients",
 }
-
-
-_COUNTS = {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
-_SHORT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])")  # small letters: powers of 1000; capital ones: of 1024
 
 
 class ServeCommand(TyperCommand):
@@ -93,20 +86,12 @@ def _rewritten(args: Sequence[str]) -> Iterator[str]:
             yield (dashed if _name_of(dashed) in ENGINE_FLAGS else name) + equals + value
 
 
-def flag_of(name: str) -> str:
-    """Return the flag of an argument."""
-    return "--" + name.replace("_", "-")
-
-
 def _name_of(flag: str) -> str:
     return flag.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
-_ARGUMENTS = {name: field.annotation is bool for name, field in EngineConfig.model_fields.items()} | {
-    row.name: row.is_switch for row in TABLE.values()
-}
 _OTHERS = {"model", *ServerSettings.model_fields, *map(_name_of, RENAMED)}
-ENGINE_FLAGS = {name: is_switch for name, is_switch in _ARGUMENTS.items() if name not in _OTHERS}  # True: a switch, without a value
+ENGINE_FLAGS = {name: is_switch for name, is_switch in ARGUMENTS.items() if name not in _OTHERS}  # True: a switch, without a value
 
 
 def flag_parameters() -> list[tuple[str, Any, Any]]:
@@ -122,7 +107,7 @@ def flag_parameters() -> list[tuple[str, Any, Any]]:
 def with_flags(settings: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
     """Return `--set`s that include the flags given on the command line, a text or a bool each. Raises `ConfigError` for a value that is refused, and
     for a key that is set twice."""
-    given = {name: value if isinstance(value, bool) else _value(name, value) for name, value in flags.items()}
+    given = {name: value if isinstance(value, bool) else flag_value(name, value) for name, value in flags.items()}
     sets = EngineConfig.read_settings(settings)
     for name, value in given.items():
         keys = translated({name: value})
@@ -135,16 +120,3 @@ def with_flags(settings: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
     }
     components = [text for key, text in texts.items() if "." not in key]  # first, or they would replace options of `settings`
     return [*components, *settings, *(text for key, text in texts.items() if "." in key)]
-
-
-def _value(name: str, text: str) -> Any:
-    """Return a flag's value, which is YAML as that of `--set`; vLLM's short forms of counts (32k, 1.5M) are read, too."""
-    if not text.strip():
-        raise ConfigError(f"{flag_of(name)}: it needs a value")
-    if name in _COUNTS and (short := _SHORT.fullmatch(text)):
-        number, unit = short.groups()
-        count = Decimal(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1)
-        if count != int(count):
-            raise ConfigError(f"{flag_of(name)}: {text} isn't a whole number")
-        return int(count)
-    return text if name in SECRETS else parse_yaml(text, flag_of(name)).value

@@ -15,8 +15,9 @@ from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.request_checks import Prompt, is_text
+from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request import RequestOutput
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams, in_use
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
@@ -41,7 +42,7 @@ class _Consumer:
         return self.unread.take()
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(SaysWhatIsMissing):
     """An engine for asyncio. It runs in a thread of its own; texts are tokenized in another, since a long one takes as long as a step or two.
 
     ```python
@@ -96,6 +97,8 @@ class AsyncLLMEngine:
     async def _generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
+        if isinstance(params, SamplingParams):
+            in_use(params)
         joins, done = isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA, False
         reader = _Consumer(self._notify, joins)
         self._readers[reader] = request_id
@@ -147,6 +150,14 @@ class AsyncLLMEngine:
         """Stop the thread once the step under way is done, and release the model. Requests under way fail with `EngineDeadError`. Idempotent."""
         self._tokenizer.shutdown(wait=False)
         self.engine.close()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Do what `close` does, by vLLM's name; `timeout` is ignored, since nothing waits for requests."""
+        self.close()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Do what `LLMEngine.reset_prefix_cache` does."""
+        return await asyncio.to_thread(self.engine.reset_prefix_cache, reset_running_requests, reset_connector)
 
     async def __aenter__(self) -> AsyncLLMEngine:
         return self

@@ -28,7 +28,7 @@ from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.json_files import read_json_object
 from dovetail.limits import Limits
 from dovetail.request import RequestFields, token_array
-from dovetail.sampling_params import SamplingParams, changed_unchecked
+from dovetail.sampling_params import SamplingParams, changed_unchecked, in_use
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,6 +174,7 @@ class Intake:
         for name, value in (("request_id", plain_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
             if value is not None:
                 request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
+        in_use(params)
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
         self._check_params(params)
         request_checks.check_extra(extra, self.facts.limits)

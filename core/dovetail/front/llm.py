@@ -24,11 +24,12 @@ from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.request_checks import Prompt
 from dovetail.front.vllm_args import check_call, translated
+from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams, changed_unchecked
 
 
-class LLM:
+class LLM(SaysWhatIsMissing):
     """An engine for offline use. Thread safe: requests of concurrent calls are batched together.
 
     ```python
@@ -163,6 +164,10 @@ class LLM:
     def get_metrics(self) -> list[engine_info.Metric]:
         """Return the counts of `LLMEngine.stats` as a list of metrics."""
         return engine_info.metrics(self.engine.stats())
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Do what `LLMEngine.reset_prefix_cache` does."""
+        return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def close(self) -> None:
         """Close the engine, as `LLMEngine.close` does."""

@@ -24,6 +24,7 @@ from dovetail.front.intake import Intake, make_samples
 from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
+from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request import RequestFields, RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
 
@@ -55,7 +56,7 @@ def exclusive(method: Callable[Concatenate[LLMEngine, P], R]) -> Callable[Concat
     return call
 
 
-class LLMEngine:
+class LLMEngine(SaysWhatIsMissing):
     """Takes requests, computes them step by step, returns outputs.
 
     Meant for one thread. Concurrent calls are serialized, but a thread that steps in a loop may starve the others. `LLM` and `AsyncLLMEngine` serve
@@ -291,9 +292,16 @@ class LLMEngine:
         return dataclasses.replace(self.core.update_stats())
 
     @exclusive
-    def reset_prefix_cache(self) -> None:
-        """Invalidate all cached K and V: later requests reuse nothing computed before."""
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Invalidate all cached K and V: later requests reuse nothing computed before. Return True. Raises `RequestError` for an option of vLLM's
+        that isn't False."""
+        if reset_running_requests or reset_connector:
+            name = "reset_running_requests" if reset_running_requests else "reset_connector"
+            raise RequestError(
+                f"reset_prefix_cache(): {name}: running requests keep what they have computed, and no connector holds any: leave it out"
+            )
         self.core.kv.reset()
+        return True
 
     def close(self) -> None:
         """Abort unfinished requests, and release the model and its memory. Idempotent."""

@@ -7,15 +7,20 @@ refused, naming what does the same here, or the section of the roadmap that plan
 from __future__ import annotations
 
 import logging
+import re
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from dovetail.checks import as_number, did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, RequestError
+from dovetail.roadmap import planned
 from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
+from dovetail.yaml_source import parse_yaml
 
 logger = logging.getLogger("dovetail")
 
@@ -45,6 +50,23 @@ class EngineArgs:
         """Raises `ConfigError` for what can't be honoured, naming what would be right."""
         self._config = EngineConfig.load({"model": str(model) if isinstance(model, Path) else model}, **translated(arguments))
 
+    @staticmethod
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Add a flag for each argument, with dashes, to an argument parser, and return it. Values are YAML. Flags that aren't given are no attributes
+        of the namespace, so that `LLM(**vars(args))` takes the defaults."""
+        parser.add_argument("--model", default=SUPPRESS, help="a directory, a hub id, or demo")
+        for name, is_switch in ARGUMENTS.items():
+            if is_switch:
+                parser.add_argument(flag_of(name), action=BooleanOptionalAction, default=SUPPRESS)
+            elif name != "model":
+                parser.add_argument(flag_of(name), type=_read_flag(name), default=SUPPRESS)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> EngineArgs:
+        """Make it of a namespace that `add_cli_args` has filled; other attributes are ignored. Raises `ConfigError`."""
+        return cls(**{name: value for name, value in vars(args).items() if name in ARGUMENTS or name == "model"})
+
     def create_engine_config(self) -> EngineConfig:
         """The same in Dovetail's words."""
         return self._config
@@ -52,6 +74,40 @@ class EngineArgs:
     def __repr__(self) -> str:
         given = {key: getattr(self._config, key) for key in sorted(self._config.model_fields_set)}
         return f"EngineArgs({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an argument."""
+    return "--" + name.replace("_", "-")
+
+
+def flag_value(name: str, text: str) -> Any:
+    """Return a flag's value, which is YAML; vLLM's short forms of counts (32k, 1.5M) are read, too. Raises `ConfigError`."""
+    if not text.strip():
+        raise ConfigError(f"{flag_of(name)}: it needs a value")
+    if name in _COUNTS and (short := _SHORT.fullmatch(text)):
+        number, unit = short.groups()
+        count = Decimal(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1)
+        if count != int(count):
+            raise ConfigError(f"{flag_of(name)}: {text} isn't a whole number")
+        return int(count)
+    return text if name in SECRETS else parse_yaml(text, flag_of(name)).value
+
+
+def _read_flag(name: str) -> Callable[[str], Any]:
+    """Return `flag_value` of an argument with the errors that argparse shows."""
+
+    def read(text: str) -> Any:
+        try:
+            return flag_value(name, text)
+        except ConfigError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+_COUNTS = {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
+_SHORT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])")  # small letters: powers of 1000; capital ones: of 1024
 
 
 def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:
@@ -89,8 +145,13 @@ def _check_spelling(name: str) -> None:
     """Raises `ConfigError` if `name` is nearer to one of the table than to any key of `engine.yaml`, whose check knows only those keys."""
     if name in TABLE or name.partition(".")[0] in EngineConfig.model_fields:
         return
-    if near := did_you_mean(name, [*EngineConfig.model_fields, *TABLE]):
+    stem = _VERB.sub("", name)  # what it is about: names that only share a verb are no hint
+    alike = [known for known in (*EngineConfig.model_fields, *TABLE) if did_you_mean(stem, [_VERB.sub("", known)])]
+    if near := did_you_mean(name, alike):
         raise ConfigError(f"{name}: unknown key{near}")
+
+
+_VERB = re.compile(r"^(enable|disable|use|max|num|no)_")
 
 
 def is_given(key: str, overrides: Mapping[str, Any]) -> bool:
@@ -207,13 +268,9 @@ def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str
     return next((new for old, new in values.items() if _among(value, (old,))), None)
 
 
-def _planned(section: str) -> str:
-    return f'Dovetail can\'t do that yet: see "{section}" in the roadmap, docs/roadmap.md'
-
-
-_MACHINES, _LORA, _DRAFTS = _planned("Several machines"), _planned("LoRA adapters"), _planned("Speculative decoding")
-_POOLING = _planned("Embeddings and scores")
-_EXPERTS = _planned("Mixture of experts")
+_MACHINES, _LORA, _DRAFTS = planned("Several machines"), planned("LoRA adapters"), planned("Speculative decoding")
+_POOLING = planned("Embeddings and scores")
+_EXPERTS = planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
 _DOWNLOAD = "name a local directory as the model: `hf download` fetches any revision to one"
@@ -225,6 +282,9 @@ _SOFT_PROMPTS = (
     "prompt adapters (soft prompts) aren't served, and vLLM has dropped them, too: hardly any model comes with one; write the instruction into the "
     "prompt, whose K and V the prefix cache keeps"
 )
+_OUTPUTS = "outputs have tokens and log-probabilities"
+_PROMPTS = "prompts are texts or token ids"
+_TRANSFER = "an engine keeps its K and V to itself"
 _OFF = (None, False)
 
 _ROWS = (
@@ -303,6 +363,11 @@ _ROWS = (
     _same_key("seed", {None: None}, 7, "`None` is 0"),
     _same_key("generation_config", {"vllm": "none"}, "auto", "`vllm` is `none`"),
     _anyway("trust_remote_code", False, why="a checkpoint's code never runs", otherwise="a checkpoint's code never runs: leave it out", refused=True),
+    _anyway("model_loader_extra_config", None, {}, why="there is one loader", otherwise="there is one loader, without options", refused={"x": 1}),
+    _anyway(
+        "worker_extension_cls", None, why="a plugin extends the engine", otherwise="write a plugin: a model, sampler or executor", refused="my.Worker"
+    ),
+    _anyway("profiler_config", None, {}, why="observers tell", otherwise="observers=['perfetto'] writes a trace", refused={"profiler": "torch"}),
     _anyway("tokenizer_mode", "auto", "hf", why="the tokenizer is transformers'", otherwise="only auto is there", refused="mistral"),
     _never_matters("skip_tokenizer_init", True, "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without"),
     _anyway("revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),
@@ -344,6 +409,18 @@ _ROWS = (
         "name a backend that is installed: grammar",
         "outlines",
     ),
+    _anyway("enable_prompt_embeds", *_OFF, why=_PROMPTS, otherwise=_PROMPTS, refused=True),
+    _anyway(
+        "enable_return_routed_experts", *_OFF, why="outputs have tokens", otherwise="outputs have tokens and their log-probabilities", refused=True
+    ),
+    *(
+        _anyway(name, None, why="nothing is pooled", otherwise=_POOLING, refused={"pooling_type": "CLS"})
+        for name in ("pooler_config", "override_pooler_config")
+    ),
+    *(
+        _anyway(name, None, why="one engine computes all", otherwise=_TRANSFER, refused={"kv_role": "kv_both"})
+        for name in ("kv_transfer_config", "kv_events_config", "ec_transfer_config")
+    ),
     _anyway("reasoning_parser", None, "", why="text is parsed by the server alone", otherwise=_SERVER, refused="qwen3"),
     _anyway("logits_processors", None, why="the sampler decides", otherwise="write a sampler plugin, and name it: sampler", refused=["my.Processor"]),
     _anyway(
@@ -373,3 +450,7 @@ CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to 
 }
 
 TABLE: dict[str, Argument] = {row.name: row for row in _ROWS}
+
+ARGUMENTS: Mapping[str, bool] = {name: field.annotation is bool for name, field in EngineConfig.model_fields.items() if name != "model"} | {
+    row.name: row.is_switch for row in TABLE.values()
+}  # those of `LLM()` besides the model; True: a switch, without a value on a command line

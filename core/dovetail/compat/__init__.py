@@ -1,0 +1,1 @@
+"""Packages by which programs that were written for other engines run: only their imports change."""

@@ -1,0 +1,42 @@
+"""vLLM's names, in the modules where its programs look for them: `from vllm import LLM` becomes `from dovetail.compat.vllm import LLM`.
+
+Everything here is Dovetail's own. A name or a module that isn't here raises `ImportError` that says what to do instead.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from dovetail import (
+    LLM,
+    AsyncLLMEngine,
+    BeamSearchParams,
+    CompletionOutput,
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+)
+from dovetail.compat.vllm.gaps import MissingModules, missing
+from dovetail.compat.vllm.inputs import TextPrompt, TokensPrompt
+
+AsyncEngineArgs = EngineArgs
+
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
+
+__getattr__ = missing(__name__, __all__)
+
+if not any(isinstance(finder, MissingModules) for finder in sys.meta_path):
+    sys.meta_path.append(MissingModules())

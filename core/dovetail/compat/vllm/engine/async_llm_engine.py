@@ -1,0 +1,9 @@
+"""vLLM's engine for asyncio."""
+
+from __future__ import annotations
+
+from dovetail import AsyncLLMEngine
+from dovetail.compat.vllm.gaps import missing
+
+__all__ = ["AsyncLLMEngine"]
+__getattr__ = missing(__name__, __all__)

@@ -1,0 +1,72 @@
+"""What `dovetail.compat.vllm` says of names and modules that it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+from dovetail.checks import did_you_mean
+from dovetail.roadmap import planned
+
+PACKAGE = "dovetail.compat.vllm"
+_TEXT_ONLY = "models of text alone are served"
+_PLUGIN = "write a plugin instead: see docs/plugins"
+_CONFIG = "arguments of LLM() say what there is to configure"
+INSTEAD = {  # the beginning of a module or name -> what to do instead
+    "multimodal": _TEXT_ONLY,
+    "assets": _TEXT_ONLY,
+    "LoRA": planned("LoRA adapters"),
+    "Pooling": planned("Embeddings and scores"),
+    "Embedding": planned("Embeddings and scores"),
+    "Classification": planned("Embeddings and scores"),
+    "Scoring": planned("Embeddings and scores"),
+    "pooling_params": planned("Embeddings and scores"),
+    "config": _CONFIG,
+    "VllmConfig": _CONFIG,
+    "model_executor": "models and weight formats are plugins: see docs/plugins",
+    "ModelRegistry": "models are plugins: see docs/plugins",
+    "v1.sample": "a sampler plugin sees the logits: see docs/plugins",
+    "logits_process": "a sampler plugin sees the logits: see docs/plugins",
+    "distributed": "`close()` ends an engine with all its processes: leave it out",
+    "v1.metrics": "LLM.get_metrics() returns metrics with a name, a kind and a value",
+    "benchmarks": "`python -m bench` and `dovetail lab` measure",
+    "platforms": "the executor chooses the device: leave it out",
+    "transformers_utils": "transformers reads configs and tokenizers",
+    "entrypoints": "`dovetail serve` is the server",
+    "utils.network_utils": "there are no ports to open: leave it out",
+    "utils.mem_utils": "`close()` gives the device's memory back",
+    "usage": "no usage is reported: leave it out",
+    "logger": "Python's logging: the logger `dovetail`",
+    "plugins": _PLUGIN,
+    "tokenizers": "LLM.get_tokenizer() is transformers' tokenizer",
+    "envs": "no environment variables of vLLM's are read",
+    "PromptType": "a prompt is a text, a list of token ids, TextPrompt or TokensPrompt",
+}
+
+
+def sentence(name: str, known: Sequence[str] = ()) -> str:
+    """Return what to say of a module or name of vLLM's that isn't here. `known`: those that there are."""
+    why = next((why for prefix, why in INSTEAD.items() if name.startswith(prefix)), None)
+    return why or f"Dovetail has nothing of that name{did_you_mean(name, known)}"
+
+
+def missing(module: str, known: Sequence[str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module with these names. For others it raises `ImportError`; `AttributeError` for private ones."""
+
+    def look_up(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise ImportError(f"{module}.{name}: {sentence(name, known)}", name=module)
+
+    return look_up
+
+
+class MissingModules(MetaPathFinder):
+    """Last finder: explains which of vLLM's modules aren't here."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Raise `ModuleNotFoundError` for a module of this package; return None for any other."""
+        if fullname.startswith(f"{PACKAGE}."):
+            raise ModuleNotFoundError(f"{fullname}: {sentence(fullname.removeprefix(f'{PACKAGE}.'))}", name=fullname)

@@ -1,0 +1,1 @@
+"""vLLM's names that carry a version."""

@@ -1,0 +1,11 @@
+"""vLLM's engine for asyncio."""
+
+from __future__ import annotations
+
+from dovetail import AsyncLLMEngine
+from dovetail.compat.vllm.gaps import missing
+
+AsyncLLM = AsyncLLMEngine
+
+__all__ = ["AsyncLLM"]
+__getattr__ = missing(__name__, __all__)

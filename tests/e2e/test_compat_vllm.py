@@ -1,0 +1,367 @@
+"""`dovetail.compat.vllm`: programs in the shapes of vLLM's offline examples run once their imports are changed, or are refused with what to do
+instead; the page lists which."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from dovetail import LLM, AsyncLLMEngine, EngineArgs, SamplingParams
+from dovetail.compat.vllm import gaps
+from dovetail.compat.vllm.sampling_params import RequestOutputKind
+from dovetail.compat.vllm.utils.argparse_utils import FlexibleArgumentParser
+from dovetail.errors import ConfigError, DovetailError, RequestError
+from dovetail.front import vllm_args
+from dovetail.front.vllm_args import ARGUMENTS, translated
+from dovetail.front.vllm_methods import METHOD_TABLE
+from tests.docs.pages import DOCS
+
+SMALL = "max_model_len=64, max_num_seqs=4, enforce_eager=True"
+PARSED = """from vllm import LLM, EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())"""
+RUNS: dict[str, str] = {
+    "basic/basic": f"""
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", {SMALL})
+        outputs = llm.generate(["ROMEO:", "JULIET:"], SamplingParams(temperature=0.8, top_p=0.95))
+        done = [output.outputs[0].text for output in outputs]
+        llm.close()
+    """,
+    "basic/generate": """
+        from vllm import LLM, EngineArgs
+        from vllm.utils import FlexibleArgumentParser
+        parser = FlexibleArgumentParser()
+        group = parser.add_argument_group("engine")
+        EngineArgs.add_cli_args(group)
+        group.set_defaults(model="demo")
+        parser.add_argument("--max-tokens", type=int)
+        parser.add_argument("--temperature", type=float)
+        args = vars(parser.parse_args(["--max_model_len", "64", "--max-tokens", "5", "--enforce-eager", "--no-enable-prefix-caching"]))
+        most, temperature = args.pop("max_tokens"), args.pop("temperature")
+        llm = LLM(**args)
+        params = llm.get_default_sampling_params()
+        if most is not None:
+            params.max_tokens = most
+        if temperature is not None:
+            params.temperature = temperature
+        done = llm.generate(["ROMEO:"], params)[0].outputs[0].token_ids
+        assert len(done) == 5
+        llm.close()
+    """,
+    "basic/chat": f"""
+        {PARSED}
+        from vllm import SamplingParams
+        parser.set_defaults(model="demo", max_model_len=256)
+        parser.add_argument("--chat-template-path", type=str, default=None)
+        args = parser.parse_args([])
+        del args.chat_template_path
+        llm = LLM(**vars(args))
+        talk = [{{"role": "user", "content": "Speak!"}}]
+        done = llm.chat(talk, SamplingParams(max_tokens=4), use_tqdm=False) + llm.chat([talk, talk], SamplingParams(max_tokens=4), use_tqdm=True)
+        assert len(done) == 3
+        llm.close()
+    """,
+    "automatic_prefix_caching": f"""
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", enable_prefix_caching=True, {SMALL})
+        done = [llm.generate("ROMEO: a question", sampling_params=SamplingParams(temperature=0, max_tokens=4)) for _ in range(2)]
+        assert llm.reset_prefix_cache()
+        llm.close()
+    """,
+    "llm_engine_example": f"""
+        {PARSED}
+        from vllm import LLMEngine, RequestOutput, SamplingParams
+        args = parser.parse_args(["--model", "demo", "--max-model-len", "64"])
+        engine: LLMEngine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
+        engine.add_request("0", "ROMEO:", SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1, max_tokens=4))
+        engine.add_request("1", "JULIET:", SamplingParams(n=2, temperature=0.8, top_p=0.95, frequency_penalty=0.1, max_tokens=4))
+        done = []
+        while engine.has_unfinished_requests():
+            outputs: list[RequestOutput] = engine.step()
+            done += [output for output in outputs if output.finished]
+        assert len(done) == 2
+        engine.close()
+    """,
+    "async_llm_streaming": """
+        import asyncio
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        async def main():
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo", max_model_len=64, enforce_eager=True))
+            params = SamplingParams(max_tokens=8, temperature=0.8, top_p=0.95, seed=42, output_kind=RequestOutputKind.DELTA)
+            try:
+                return [output async for output in engine.generate(request_id="a", prompt="ROMEO:", sampling_params=params)]
+            finally:
+                engine.shutdown()
+
+        done = asyncio.run(main())
+        assert sum(len(output.outputs[0].token_ids) for output in done) == 8
+    """,
+    "structured_outputs": f"""
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+        llm = LLM(model="demo", {SMALL})
+        done = llm.generate(prompts="ROMEO:", sampling_params=params)[0].outputs[0].text
+        assert done in ("Positive", "Negative")
+        llm.close()
+    """,
+    "reproducibility": f"""
+        import os
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", seed=42, {SMALL})
+        done = llm.generate(["ROMEO:"], SamplingParams(temperature=0.8, top_p=0.95, max_tokens=4))
+        llm.close()
+    """,
+    "qwen_1m": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", max_model_len=128, tensor_parallel_size=1, enforce_eager=True, enable_chunked_prefill=True, max_num_batched_tokens=64)
+        params = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, detokenize=True, max_tokens=8)
+        done = llm.generate(["ROMEO: " * 20], params)
+        llm.close()
+    """,
+}
+REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
+    **{
+        f"basic/{name}": (
+            f"""
+        {PARSED}
+        parser.set_defaults(model="demo", runner="pooling")
+        LLM(**vars(parser.parse_args([]))).{name}("a")
+        """,
+            "Embeddings and scores",
+        )
+        for name in ("classify", "embed", "reward", "score")
+    },
+    "prefix_caching": ("from vllm.distributed import cleanup_dist_env_and_memory", r"`close\(\)` ends an engine"),
+    "llm_engine_reset_kv": (
+        """
+        from vllm import EngineArgs, LLMEngine
+        engine = LLMEngine.from_engine_args(EngineArgs(model="demo"))
+        engine.reset_prefix_cache(reset_running_requests=True)
+        """,
+        "running requests keep what they have computed",
+    ),
+    "pause_resume": (
+        """
+        import asyncio
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        async def main():
+            async with AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo")) as engine:
+                await engine.pause_generation(mode="keep")
+
+        asyncio.run(main())
+        """,
+        "abort the requests",
+    ),
+    "chat_with_tools": (
+        "from vllm import LLM\nLLM(model='demo', tokenizer_mode='mistral', config_format='mistral')",
+        "only auto",
+    ),
+    "metrics": ("from vllm.v1.metrics.reader import Counter, Gauge", r"get_metrics\(\) returns metrics"),
+    "multilora_inference": (
+        "from vllm import EngineArgs\nfrom vllm.lora.request import LoRARequest\nEngineArgs(model='demo', enable_lora=True)",
+        "LoRA adapters",
+    ),
+    "lora_with_quantization_inference": ("from vllm.lora.request import LoRARequest\nLoRARequest('a', 1, '/a')", "LoRA adapters"),
+    "spec_decode": ("from vllm.inputs import TokensPrompt\nfrom vllm.benchmarks.datasets import get_samples", "dovetail lab"),
+    "mlpspeculator": ("from vllm import LLM\nLLM(model='demo', speculative_config={'model': 'small'})", "speculative|draft"),
+    "prompt_embed_inference": ("from vllm import LLM\nLLM(model='demo', enable_prompt_embeds=True)", "prompts are texts or token ids"),
+    "simple_profiling": ("from vllm import LLM\nLLM(model='demo', profiler_config={'profiler': 'torch'})", "perfetto"),
+    "torchrun_example": ("from vllm import LLM\nLLM(model='demo', distributed_executor_backend='external_launcher')", "Several machines"),
+    "data_parallel": ("from vllm import LLM\nfrom vllm.utils.network_utils import get_open_port", "no ports to open"),
+    "context_extension": ("from vllm import LLM\nLLM(model='demo', hf_overrides={'rope_parameters': {'factor': 4.0}})", "config.json"),
+    "logits_processor/custom": ("from vllm.v1.sample.logits_processor import LogitsProcessor", "sampler plugin"),
+    "save_sharded_state": ("from vllm.model_executor.model_loader import ShardedStateLoader", "weight formats are plugins"),
+    "vision_language": ("from vllm.assets.image import ImageAsset", "text alone"),
+}
+
+
+def changed(program: str) -> str:
+    """Return a program with its imports changed."""
+    return re.sub(r"\b(from|import) vllm\b", r"\1 dovetail.compat.vllm", textwrap.dedent(program))
+
+
+def run(program: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(changed(program), "example", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_program_runs_once_its_imports_are_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["example.py"])
+    assert run(RUNS[name])["done"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_program_that_cannot_run_is_told_what_to_do_instead(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["example.py"])
+    program, said = REFUSED[name]
+    with pytest.raises((DovetailError, ImportError), match=said) as refused:
+        run(program)
+    assert "did you mean" not in str(refused.value)
+
+
+def test_the_page_says_which_programs_run() -> None:
+    page = (DOCS / "coming-from-vllm.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z0-9_/]+)` \| (runs|refused)", page.partition("## Change the import")[2], re.MULTILINE))
+    assert rows == {**dict.fromkeys(RUNS, "runs"), **dict.fromkeys(REFUSED, "refused")}
+    assert len(rows) == 30
+
+
+# Modules and names
+
+
+@pytest.mark.parametrize("prefix", gaps.INSTEAD)
+def test_a_module_or_name_that_is_missing_is_answered(prefix: str) -> None:
+    with pytest.raises(ImportError) as refused:
+        exec(f"from dovetail.compat.vllm import {prefix}" if "." not in prefix and prefix[0].isupper() else f"import dovetail.compat.vllm.{prefix}.x")
+    assert gaps.INSTEAD[prefix] in str(refused.value)
+
+
+def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
+    with pytest.raises(ImportError, match="did you mean SamplingParams"):
+        exec("from dovetail.compat.vllm import SamplingParam")
+    with pytest.raises(ModuleNotFoundError, match=r"compat\.vllm\.nonsense: Dovetail has nothing of that name"):
+        import_module("dovetail.compat.vllm.nonsense")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'dovetail\.nonsense'"):
+        import_module("dovetail.nonsense")
+
+
+# Flags
+
+
+def test_flags_that_are_not_given_leave_the_defaults() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert vars(parser.parse_args([])) == {}
+    assert EngineArgs.from_cli_args(parser.parse_args([])).create_engine_config() == EngineArgs().create_engine_config()
+
+
+def test_flags_are_read_as_those_of_the_server() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--mine_too", default=3)
+    args = parser.parse_args(["--max_model_len=1k", "--scheduler", "{name: priority}", "--enforce-eager", "--seed", "7", "--mine_too", "a_b"])
+    assert vars(args) == {"max_model_len": 1000, "scheduler": {"name": "priority"}, "enforce_eager": True, "seed": 7, "mine_too": "a_b"}
+    assert repr(EngineArgs.from_cli_args(args)) == repr(EngineArgs(max_model_len=1000, scheduler={"name": "priority"}, enforce_eager=True, seed=7))
+
+
+def test_each_argument_is_a_flag() -> None:
+    text = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="x")).format_help()
+    assert all(vllm_args.flag_of(name) in text for name in ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--max-model-len", "1.0001k"], "isn't a whole number"),
+        (["--max-model-len", ""], "it needs a value"),
+        (["--scheduler", "{a: "], "--scheduler"),
+        (["--nonsense", "1"], "unrecognized arguments: --nonsense"),
+        (["--seed"], "expected one argument"),
+    ],
+)
+def test_a_wrong_flag_is_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(given)
+    assert said in capsys.readouterr().err
+
+
+def test_values_are_checked_by_the_engines_arguments() -> None:
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--pipeline-parallel-size", "2"])
+    with pytest.raises(ConfigError, match="Several machines"):
+        EngineArgs.from_cli_args(args)
+
+
+# Methods and hints
+
+
+@pytest.mark.parametrize("name", METHOD_TABLE)
+def test_a_method_that_is_missing_is_answered_with_what_to_do(llm: LLM, name: str) -> None:
+    for one in (llm, llm.engine):
+        with pytest.raises(DovetailError, match=rf"^{type(one).__name__}\.{name}: ") as refused:
+            getattr(one, name)()
+        assert METHOD_TABLE[name] in str(refused.value)
+        assert not hasattr(one, name), "programs that ask may go on"
+    assert not hasattr(AsyncLLMEngine, name)
+
+
+def test_other_names_are_plain_attribute_errors(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nonsense'") as refused:
+        llm.nonsense  # noqa: B018
+    assert not isinstance(refused.value, DovetailError)
+
+
+@pytest.mark.parametrize("name", ["enable_nonsense", "disable_everything", "use_something"])
+def test_a_name_that_only_begins_alike_gets_no_hint(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: unknown key") as refused:
+        LLM("demo", **{name: True})
+    assert "did you mean" not in str(refused.value)
+
+
+# Parameters that are set
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM("demo", max_model_len=64) as llm:
+        yield llm
+
+
+def test_fields_may_be_set_until_a_request_uses_them(llm: LLM) -> None:
+    params = SamplingParams(temperature=0)
+    params.max_tokens = 4  # type: ignore[misc]
+    params.stop = "x"  # type: ignore[misc]
+    assert params == SamplingParams(temperature=0, max_tokens=4, stop=["x"])
+    llm.engine.add_request("a", "ROMEO:", params)
+    llm.engine.abort_request("a")
+    with pytest.raises(AttributeError, match=r"max_tokens: these SamplingParams are in use.*params = params\.clone\(\)"):
+        params.max_tokens = 5  # type: ignore[misc]
+    copy = params.clone()
+    copy.max_tokens = 5  # type: ignore[misc]
+    assert (params.max_tokens, copy.max_tokens) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("max_tokens", 0, "max_tokens must be"),
+        ("temperature", "hot", "temperature must be"),
+        ("min_tokens", 20, "at most max_tokens"),
+        ("max_token", 4, "did you mean max_tokens"),
+    ],
+)
+def test_an_invalid_value_is_refused_and_changes_nothing(name: str, value: Any, said: str) -> None:
+    params = SamplingParams(max_tokens=10)
+    with pytest.raises(RequestError, match=said):
+        setattr(params, name, value)
+    assert params == SamplingParams(max_tokens=10)
+
+
+def test_a_hash_freezes_them() -> None:
+    params = SamplingParams()
+    known = {params: 1}
+    with pytest.raises(AttributeError, match="in use"):
+        params.n = 2  # type: ignore[misc]
+    assert known[SamplingParams()] == 1
+
+
+def test_vllms_names_of_output_kinds() -> None:
+    kinds = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
+    assert [SamplingParams(output_kind=kind).output_kind.value for kind in kinds] == ["cumulative", "delta", "final"]  # type: ignore[union-attr]
+
+
+def test_translations_of_examples_are_no_surprise() -> None:
+    assert translated({"profiler_config": None, "kv_transfer_config": None}) == {}
