@@ -56,6 +56,7 @@ class FakeEngine:
         self.requests: dict[str, FakeRequest] = {}  # under way
         self.submitted: list[FakeRequest] = []
         self.aborted: list[str] = []
+        self.resets = 0
         self.failure: DovetailError | None = None
         self.refusal: DovetailError | None = None  # of the next requests
         self._changed = asyncio.Event()
@@ -83,6 +84,10 @@ class FakeEngine:
         if self.requests.pop(request_id, None) is not None:
             self.aborted.append(request_id)
             self._notify()
+
+    async def reset_prefix_cache(self) -> None:
+        self.check_health()
+        self.resets += 1
 
     def now(self) -> float:
         return time.monotonic()

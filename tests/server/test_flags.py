@@ -113,12 +113,38 @@ def test_a_translation_is_told_in_one_line(started: list[Any], caplog: pytest.Lo
 
 
 def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
-    own = ["--host", "::1", "--port", "0", "--api-key", "a", "--api-key", "b", "--served-model-name", "x", "--reasoning-parser", "null"]
+    own = [
+        "--chat-template",
+        "{{ messages }}",
+        "--prefix-cache-reset",
+        "--advisory-fields=refuse",
+        "--host",
+        "::1",
+        "--port",
+        "0",
+        "--api-key",
+        "a",
+        "--api-key",
+        "b",
+        "--served-model-name",
+        "x",
+        "--reasoning-parser",
+        "null",
+    ]
     assert serve(*own, "--disable-log-requests", "--api-server-count", "2").exit_code == 0
     [(_, sets, settings)] = started
     assert sets == []
     assert settings == ServerSettings(
-        host="::1", port=0, api_keys=("a", "b"), served_model_name=("x",), reasoning_parser=None, log_requests=False, front_ends=2
+        host="::1",
+        port=0,
+        api_keys=("a", "b"),
+        served_model_name=("x",),
+        reasoning_parser=None,
+        log_requests=False,
+        front_ends=2,
+        chat_template="{{ messages }}",
+        prefix_cache_reset=True,
+        advisory_fields="refuse",
     )
     assert not engine_flags.ENGINE_FLAGS.keys() & ServerSettings.model_fields.keys()
 

@@ -349,3 +349,20 @@ def test_the_times_of_preemptions_arrive_with_the_end(tmp_path: Path) -> None:
     moments = [at for pause in times[1].pauses for at in pause]
     assert moments == sorted(moments)
     assert times[1].first_scheduled_time < moments[0] < moments[-1] < times[1].finished_time
+
+
+@both
+def test_a_reset_of_the_prefix_cache_precedes_later_requests(link: Link, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(link, tmp_path, **DEMO) as one:
+            prompt = "ROMEO: What light through yonder window breaks?"
+            params = SamplingParams(max_tokens=1)
+            await ask(one.engine, "a", prompt, params)
+            cached = (await ask(one.engine, "b", prompt, params)).outputs[0].num_cached_tokens
+            await one.engine.reset_prefix_cache()
+            assert (await ask(one.engine, "c", prompt, params)).outputs[0].num_cached_tokens == 0 < cached
+            one.engine.fail("the engine died")
+            with pytest.raises(EngineDeadError, match="the engine died"):
+                await one.engine.reset_prefix_cache()
+
+    run(main())

@@ -1,17 +1,20 @@
-"""Small endpoints about the server: /ping, /load and /tokenizer_info."""
+"""Small endpoints about the server: /ping, /load, /tokenizer_info and /reset_prefix_cache; and the chat template of the whole server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
 
-from dovetail.errors import EngineDeadError
+from dovetail.errors import ConfigError, EngineDeadError
+from dovetail.front.tokenizer import Tokenizer
+from dovetail_server.app import create_app
 from dovetail_server.engine import Load
 from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import demo_tokenizer, serving
+from tests.server.serving import DEMO, demo_tokenizer, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -55,3 +58,61 @@ async def test_load_and_the_tokenizer_need_a_key(fake: Callable[..., FakeEngine]
         for path in ("/load", "/tokenizer_info"):
             assert (await http.get(path)).status_code == 401
             assert (await http.get(path, headers={"x-api-key": "one"})).status_code == 200
+
+
+async def test_the_prefix_cache_is_reset_where_clients_may(fake: Callable[..., FakeEngine]) -> None:
+    engine = fake()
+    async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:
+        refused = await http.post("/reset_prefix_cache")
+        assert refused.status_code == 403
+        assert "--prefix-cache-reset" in refused.json()["error"]["message"]
+    assert engine.resets == 0
+    async with serving(engine, ServerSettings(prefix_cache_reset=True, api_keys=("one",))) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post("/reset_prefix_cache")).status_code == 401
+        http.headers["x-api-key"] = "one"
+        assert (await http.post("/reset_prefix_cache")).json() == {"status": "ok"}
+        assert engine.resets == 1
+        assert (await http.post("/reset_prefix_cache?reset_running_requests=true")).status_code == 400
+        assert (await http.get("/reset_prefix_cache")).status_code == 405
+        engine.failure = EngineDeadError("the engine process ended")
+        assert (await http.post("/reset_prefix_cache")).status_code == 503
+    assert engine.resets == 1
+
+
+# A chat template for the whole server
+
+OWN = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """One with a tokenizer that no other test has."""
+    return FakeEngine(Tokenizer.load(DEMO))
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+async def test_a_chat_template_replaces_the_models_own(engine: FakeEngine, tmp_path: Path, from_file: bool) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(OWN, encoding="utf-8")
+    settings = ServerSettings(chat_template=str(path) if from_file else OWN)
+    async with serving(engine, settings) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert (await http.post("/v1/chat/completions", json={**CHAT, "chat_template": "{{ messages[0].content }}!"})).status_code == 200
+        assert (await http.get("/tokenizer_info")).json()["chat_template"] == OWN
+    assert [request.prompt for request in engine.submitted] == ["[Hi]", "Hi!"], "requests may still bring theirs"
+
+
+@pytest.mark.parametrize(("text", "said"), [("{% for %}", "no valid Jinja: line 1"), ("{{ messages[0].nothing.at_all }}", "fails on this")])
+async def test_a_chat_template_that_cannot_render_ends_the_start(engine: FakeEngine, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^chat_template: .*{said}"):
+        create_app(engine, ServerSettings(chat_template=text))
+    engine.chat.close()
+
+
+async def test_a_chat_template_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("Hello", encoding="utf-8")
+    (tmp_path / "bytes.jinja").write_bytes(b"{{ \xff }}")
+    for name in ("missing.jinja", "plain.txt", "bytes.jinja", "", "x" * 10_000):
+        with pytest.raises(ValueError, match="chat_template"):
+            ServerSettings(chat_template=str(tmp_path / name) if len(name) < 100 else name)

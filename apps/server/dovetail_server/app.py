@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from dovetail.errors import ConfigError, RequestError
 from dovetail_server.admission import Admission
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.batches.worker import BatchWorker
@@ -35,6 +36,8 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     """Return the app that serves an engine. `front_end`: its number among the front ends. `on_loopback`: only this machine can reach it. Set
     `app.state.draining` to make /ready answer 503. Raises `ConfigError` for settings that name something missing, and `MissingExtraError`."""
     settings = settings or ServerSettings()
+    if settings.chat_template is not None:
+        _use_chat_template(engine, settings.chat_template)
     middleware = [Middleware(RequestLog, settings), *middleware_of(settings, on_loopback)]
     metrics = ServerMetrics(engine, front_end=front_end)
     models = settings.served_model_name or (engine.info.model,)
@@ -53,6 +56,15 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     return app
 
 
+def _use_chat_template(engine: ServedEngine, text: str) -> None:
+    """Take a chat template instead of the model's own. Raises `ConfigError` if it can't render a message."""
+    engine.tokenizer.use_chat_template(text)
+    try:
+        engine.chat.render([{"role": "user", "content": "Hello"}])
+    except RequestError as error:
+        raise ConfigError(f"chat_template: {error}") from None
+
+
 def middleware_of(settings: ServerSettings, on_loopback: bool) -> list[Middleware]:
     """Return the middleware that controls access."""
     middleware = []
@@ -63,7 +75,7 @@ def middleware_of(settings: ServerSettings, on_loopback: bool) -> list[Middlewar
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "request-id", "retry-after"],
+                expose_headers=["x-request-id", "request-id", "retry-after", "x-dovetail-ignored"],
             )
         )
     middleware.append(Middleware(ApiKeys, settings) if settings.api_keys else Middleware(BrowserGuard, settings, on_loopback))

@@ -113,6 +113,9 @@ class ServedEngine(Protocol):
     def abort(self, request_id: str) -> None:
         """Abort a request; its listener isn't called again. Unknown ids are ignored. Raises nothing."""
 
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache. Raises `EngineDeadError` if the engine is dead."""
+
     def decisions(self) -> Decisions | None:
         """Return the scheduler's latest known decisions, and request newer ones, at most twice a second. None until the first response. The engine
         records the decisions of a few steps per request."""

@@ -44,7 +44,6 @@ REFUSED = {  # flags of vLLM's server -> what does the same here
     "--model": "the model is the argument itself: dovetail serve MODEL",
     "--config": "name the file instead of the model: dovetail serve engine.yaml",
     "--allowed-origins": "--cors-origin, once for each origin",
-    "--chat-template": "requests may bring one as chat_template; for all of them, put it into the model's directory as chat_template.jinja",
     "--lora-modules": 'Dovetail can\'t do that yet: see "LoRA adapters" in the roadmap, docs/roadmap.md',
     "--ssl-ca-certs": "let a proxy check the certificates of clients",
 }

@@ -54,6 +54,12 @@ class Ask(msgspec.Struct, array_like=True, tag=3):
     """Request for the scheduler's latest decisions, answered by `Decided`."""
 
 
+class Reset(msgspec.Struct, array_like=True, tag=4):
+    """Request to empty the prefix cache, answered by `Accepted`. `number`: used once, and for no sample."""
+
+    number: int
+
+
 # From the engine to front ends
 
 
@@ -67,7 +73,7 @@ class Welcome(msgspec.Struct, array_like=True, tag=10):
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=11):
-    """A request with `confirms` has been added."""
+    """A request with `confirms` has been added, or the prefix cache reset."""
 
     number: int
 
@@ -154,7 +160,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
     extra: Extra | None = None
 
 
-ToEngine = Hello | Add | Abort | Ask
+ToEngine = Hello | Add | Abort | Ask | Reset
 ToFrontEnd = Welcome | Accepted | Refused | Dropped | Decided | StepFrame
 
 

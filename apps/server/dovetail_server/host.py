@@ -41,6 +41,7 @@ from dovetail_server.frames import (
     Hello,
     PackedLogprobs,
     Refused,
+    Reset,
     StepFrame,
     ToEngine,
     ToFrontEnd,
@@ -230,6 +231,10 @@ class EngineHost:
                         self._drop(request)
             case Hello():
                 self._send(front_end, self.welcome())
+            case Reset():
+                front_end.top = max(front_end.top, message.number + 1)
+                self._core.kv.reset()
+                self._send(front_end, Accepted(message.number))
             case Ask():
                 self._post.send(sender, Decided(self._watch.ask()))  # best effort
 

@@ -38,6 +38,7 @@ from dovetail_server.frames import (
     Finished,
     Hello,
     Refused,
+    Reset,
     StepFrame,
     ToFrontEnd,
     Welcome,
@@ -126,6 +127,7 @@ class RemoteEngine:
         self._builder = OutputBuilder(tokenizer)
         self._open: dict[str, _Open] = {}  # by request id
         self._samples: dict[int, Sample] = {}  # unfinished, by number
+        self._resets: dict[int, asyncio.Future[None]] = {}  # by number
         self._next_number = 1
         self._time = 0.0  # of the last frame
         self._failure: str | None = None
@@ -167,6 +169,13 @@ class RemoteEngine:
     def now(self) -> float:
         return time.perf_counter() if self._wall_clock else self._time  # the engine's clock on the same host
 
+    async def reset_prefix_cache(self) -> None:
+        self.check_health()
+        number, self._next_number = self._next_number, self._next_number + 1
+        done = self._resets[number] = asyncio.get_running_loop().create_future()
+        self._line.send(Reset(number))
+        await done
+
     def decisions(self) -> Decisions | None:
         now = time.monotonic()
         if now - self._asked >= ASK_S and self._failure is None:
@@ -183,6 +192,10 @@ class RemoteEngine:
         if self._failure is not None:
             return
         self._failure = reason
+        for done in self._resets.values():
+            if not done.done():
+                done.set_exception(EngineDeadError(reason))
+        self._resets.clear()
         for entry in list(self._open.values()):
             self._end(entry, EngineDeadError(reason))
 
@@ -281,6 +294,9 @@ class RemoteEngine:
             case Refused():
                 if (entry := self._entry_of(message.number)) is not None:
                     self._end(entry, (UnsupportedError if message.unsupported else RequestError)(message.reason))
+            case Accepted() if (done := self._resets.pop(message.number, None)) is not None:
+                if not done.done():  # its caller is gone
+                    done.set_result(None)
             case Accepted():
                 if (entry := self._entry_of(message.number)) is not None:
                     entry.confirm()

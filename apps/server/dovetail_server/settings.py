@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 API_KEYS_VARIABLE = "DOVETAIL_API_KEYS"
 
@@ -15,6 +16,10 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 def _keys_of_environment() -> tuple[str, ...]:
     return tuple(key.strip() for key in os.environ.get(API_KEYS_VARIABLE, "").split(",") if key.strip())
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
 
 
 class ServerSettings(BaseModel):
@@ -118,9 +123,28 @@ class ServerSettings(BaseModel):
     reasoning_parser: Literal["auto"] | str | None = "auto"
     """Name of the parser that separates reasoning from content; `auto` and `null` as for `tool_parser`."""
 
+    chat_template: str | None = None
+    """A Jinja template instead of the model's own for all conversations, or the path of a file that has one. Requests may still bring theirs."""
+
+    prefix_cache_reset: bool = False
+    """Serve POST /reset_prefix_cache, which empties the prefix cache: only if you trust all clients."""
+
     advisory_fields: Literal["ignore", "refuse"] = "ignore"
     """Fields of requests that can't change what an answer means, such as `text.verbosity`: `ignore` them, naming them in the header
     `x-dovetail-ignored`, or `refuse` them with a 400."""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_read(cls, given: str | None) -> str | None:
+        if given is None or _is_template(given):
+            return given
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"it must be a Jinja template, or a file that has one: {error}") from None
+        if not _is_template(text):
+            raise ValueError("the file has no Jinja template: nothing in it reads a message")
+        return text
 
     @model_validator(mode="after")
     def _consistent(self) -> ServerSettings:

@@ -80,6 +80,11 @@ class Tokenizer:
         own: Any = getattr(self._tokenizer, "chat_template", None)
         return own if isinstance(own, dict) else {"default": own} if own else {}
 
+    def use_chat_template(self, text: str) -> None:
+        """Take this chat template instead of all of the model's own."""
+        self._tokenizer.chat_template = text
+        vars(self).pop("chat_templates", None)
+
     @cached_property
     def special_tokens(self) -> dict[str, str]:
         """Texts of special tokens by the names that chat templates know them by: "bos_token", "eos_token"."""

@@ -35,6 +35,16 @@ async def load(exchange: Exchange) -> None:
     await exchange.reply({"server_load": told.running + told.waiting})
 
 
+async def reset_prefix_cache(exchange: Exchange) -> None:
+    """Empty the prefix cache."""
+    if not exchange.server.settings.prefix_cache_reset:
+        raise HttpError(403, "clients may not reset the prefix cache of this server: it needs the option --prefix-cache-reset", code="not_allowed")
+    if exchange.scope["query_string"]:
+        raise HttpError(400, "the query: there are no parameters; running requests keep what they have computed")
+    await exchange.engine.reset_prefix_cache()
+    await exchange.reply({"status": "ok"})
+
+
 async def version(exchange: Exchange) -> None:
     info = exchange.engine.info
     await exchange.reply(
@@ -93,6 +103,7 @@ def described_path(route: Route) -> str:
 ROUTES = [
     Route("/health", Endpoint(health), methods=["GET"]),
     Route("/ping", Endpoint(health), methods=["GET"]),
+    Route("/reset_prefix_cache", Endpoint(reset_prefix_cache), methods=["POST"]),
     Route("/load", Endpoint(load), methods=["GET"]),
     Route("/ready", Endpoint(ready), methods=["GET"]),
     Route("/openapi.json", Endpoint(openapi), methods=["GET"]),
