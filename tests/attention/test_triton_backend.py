@@ -1,8 +1,7 @@
-"""The `triton` backend against the definition of attention: on a GPU as it is, without one in Triton's interpreter (`test_triton_interpreter.py`)."""
+"""The `triton` backend against the definition of attention: on a GPU as it is, without one in Triton's interpreter (`tests/test_interpreter.py`)."""
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER, DecodeTiling
 from tests.attention import interpreter
 from tests.attention.cases import Bench, Case, assert_close, cases
+from tests.kernels import INTERPRETED, ON_GPU
 from tests.runtime.fakes import Bench as RunnerBench
 from tests.runtime.fakes import generate
 from tests.runtime.recorded import give_graphs, keep_launches
@@ -30,16 +30,12 @@ from tests.runtime.test_decode_graphs import CapturableGreedy, decode_steps
 from tests.runtime.test_mixed_graphs import PROMPTS, bench_with_graphs, generate_in_chunks
 from tests.support import FULL, examples
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
 TOLERANCE = 2e-5
 HALF = {"float16": 4e-3, "bfloat16": 4e-2} if ON_GPU else {"float16": 4e-3}  # the interpreter rounds bfloat16 wrongly
 
-pytestmark = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or the interpreter: test_triton_interpreter.py starts it")
+pytestmark = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or the interpreter: tests/test_interpreter.py starts it")
 gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-if INTERPRETED:
-    interpreter.mend()
 
 # On a GPU every new shape is compiled, in the interpreter every tile takes milliseconds.
 few, enough = examples(quick=6 if ON_GPU else 2, full=400), examples(quick=10 if ON_GPU else 5, full=3000 if ON_GPU else 500)
