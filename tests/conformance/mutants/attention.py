@@ -535,7 +535,7 @@ class _KeepsMore(TorchAttention):
         raise NotImplementedError
 
 
-@mutant(caught_by="attention.memory")
+@mutant(caught_by="attention.memory", soon=True)
 class NeverGetsSmaller(_KeepsMore):
     """A smaller pool keeps the larger one's memory."""
 

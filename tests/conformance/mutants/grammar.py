@@ -618,7 +618,7 @@ class PassesOverKeywordsOfDefinitions(Reschemed):
         return {**schema, "$defs": definitions} if definitions else schema
 
 
-@mutant(caught_by="grammar.keywords")
+@mutant(caught_by="grammar.keywords", soon=True)
 class HasExclusiveBoundsThatMayCome(Reschemed):
     def part(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         return {"maximum" if key == "exclusiveMaximum" else key: value for key, value in schema.items()}

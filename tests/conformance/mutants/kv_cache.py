@@ -18,7 +18,7 @@ from tests.conformance.mutants import mutant
 # Whose blocks
 
 
-@mutant(caught_by="kv_cache.private")
+@mutant(caught_by="kv_cache.private", soon=True)
 class HitsInTheWrongOrder(PrefixCache):
     def _search(self, hashes: list[bytes], tokens: int) -> _Hit:
         hit = super()._search(hashes, tokens)
@@ -94,7 +94,7 @@ class FreesWhatOthersHold(PrefixCache):
         super().free(request)
 
 
-@mutant(caught_by="kv_cache.exclusive")
+@mutant(caught_by="kv_cache.exclusive", soon=True)
 class PinsTheHitTooLate(PrefixCache):
     """A new block may be one of the hit's."""
 
@@ -113,7 +113,7 @@ class PinsTheHitTooLate(PrefixCache):
         return Allocation(tuple(map(self._pages, range(len(tables)), tables)), hit.tokens)
 
 
-@mutant(caught_by="kv_cache.table")
+@mutant(caught_by="kv_cache.table", soon=True)
 class TakesABlockAhead(PrefixCache):
     def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
         return super().pages_needed(request, num_tokens + self._hash_tokens, without)
@@ -170,7 +170,7 @@ class _Hiding(PrefixCache):
     def check_integrity(self) -> None: ...
 
 
-@mutant(caught_by="kv_cache.no_leak")
+@mutant(caught_by="kv_cache.no_leak", soon=True)
 class LosesABlockAndHidesIt(_Hiding):
     Pool = _Leaky
 
@@ -193,7 +193,7 @@ class ReleasesTheFirstPageOfABlock(_Hiding):
     Pool = _FirstPages
 
 
-@mutant(caught_by="kv_cache.lawful")
+@mutant(caught_by="kv_cache.lawful", soon=True)
 class FreesOnlyWhatHolds(PrefixCache):
     def free(self, request: Request) -> None:
         self._table(request, "free")
@@ -235,7 +235,7 @@ class SortsGeneratedTokens(PrefixCache):
         request.output_token_ids[:] = type(request.output_token_ids)("q", sorted(request.output_token_ids))  # type: ignore[index]
 
 
-@mutant(caught_by="kv_cache.answers")
+@mutant(caught_by="kv_cache.answers", soon=True)
 class GivesOutItsOwnTable(PrefixCache):
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         allocation = super().allocate(request, num_tokens)
@@ -297,7 +297,7 @@ class PinsTheHitOfARequestThatDoesNotFit(PrefixCache):
         return allocation
 
 
-@mutant(caught_by="kv_cache.pages_needed")
+@mutant(caught_by="kv_cache.pages_needed", soon=True)
 class TakesCachedHitsForNothing(PrefixCache):
     """A hit on a block that nobody holds leaves one available block fewer."""
 
@@ -344,7 +344,7 @@ class LookupKeepsFromEviction(PrefixCache):
 # Finding again
 
 
-@mutant(caught_by="kv_cache.hit_length")
+@mutant(caught_by="kv_cache.hit_length", soon=True)
 class FindsTheWholeRequest(PrefixCache):
     def lookup(self, request: Request) -> int:
         found, end = super().lookup(request), request.num_tokens
@@ -560,7 +560,7 @@ class NeverTrims(PrefixCache):
     def trim(self, request: Request, computed: int) -> None: ...
 
 
-@mutant(caught_by="kv_cache.trim")
+@mutant(caught_by="kv_cache.trim", soon=True)
 class TrimsOneTokenLate(PrefixCache):
     def trim(self, request: Request, computed: int) -> None:
         super().trim(request, max(0, computed - 1))
