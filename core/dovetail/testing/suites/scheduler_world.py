@@ -242,7 +242,7 @@ class World:
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__, shape.pace)
         self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
         self.requests: list[LiveRequest] = []
-        self.given: dict[LiveRequest, dict[str, Any]] = {}  # attributes that no policy may change
+        self.given: dict[Guarded, dict[str, Any]] = {}  # attributes that no policy may change
         self.told: list[str] = []  # as recorded by an observer
         self.finished: dict[LiveRequest, Finish] = {}  # in the order of ending, without aborted ones
         self.steps = 0
@@ -286,9 +286,11 @@ class World:
         return [request for request in self.requests if request.status is not Status.FINISHED]
 
     def changed(self, request: LiveRequest) -> list[str]:
-        """Return the names of the attributes that only the engine may change and that a component has changed, for a while or for good."""
+        """Return the names of the attributes that only the engine may change and that a component has changed, for a while or for good. Needs
+        `guarded`."""
+        assert isinstance(request, Guarded)
         different = [name for name, value in self.given[request].items() if _plain(getattr(request, name)) != value]
-        return sorted({*different, *(request.written if isinstance(request, Guarded) else ())})
+        return sorted({*different, *request.written})
 
     def _step(self) -> None:
         if self.dead is not None and not self.core.has_unfinished():
@@ -312,7 +314,8 @@ class World:
         for request in samples:
             self.requests.append(request)
             self._most_steps += STEPS_A_TOKEN * (request.prompt_tokens + request.max_tokens)
-            self.given[request] = {name: copy.deepcopy(_plain(getattr(request, name))) for name in GIVEN}
+            if isinstance(request, Guarded):
+                self.given[request] = {name: copy.deepcopy(_plain(getattr(request, name))) for name in GIVEN}
             if self.dead is None:
                 self.core.add(request)
 
