@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dovetail.api.grammar import GrammarSpec
 from dovetail.errors import RequestError
 from dovetail_grammars.regexes import IN_JSON, RUST, rewritten
+from tests.support import examples
 
 SPEC = GrammarSpec("regex", "")
 ATOMS = st.sampled_from(["a", "b", "-", r"\d", r"\W", r"\s", "[ab]", "[^a]", "[a-]", r"[\w-]", ".", r"\.", "é", "(?i:B)", "(?s:.)", "[^\\W1]", "😀"])
@@ -27,6 +28,7 @@ PATTERNS = st.recursive(
 TEXTS = ["".join(letters) for n in range(4) for letters in product("aB1\n.é", repeat=n)]
 
 
+@examples(quick=400, full=2000)
 @given(PATTERNS)
 def test_the_rewritten_pattern_matches_the_same_texts(pattern: str) -> None:
     ours, theirs = re.compile(rewritten(SPEC, pattern, RUST)), re.compile(pattern, re.ASCII)
@@ -34,6 +36,7 @@ def test_the_rewritten_pattern_matches_the_same_texts(pattern: str) -> None:
         assert bool(ours.fullmatch(text)) == bool(theirs.fullmatch(text)), (ours.pattern, text)
 
 
+@examples(quick=400, full=2000)
 @given(PATTERNS)
 def test_in_json_it_matches_the_same_without_what_needs_escapes(pattern: str) -> None:
     ours = re.compile(rewritten(SPEC, pattern, IN_JSON))
