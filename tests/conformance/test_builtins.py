@@ -20,7 +20,8 @@ from dovetail.registry.resolved import ResolvedComponent
 from dovetail.testing import hygiene
 from dovetail.testing.processes import run_python
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites import repeatable, scheduler, scheduler_loads, scheduler_replay, suite_for
+from dovetail.testing.suites import scheduler, scheduler_replay, suite_for
+from tests.conformance.fewer import use_fewer
 from tests.support import FULL
 
 BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
@@ -80,14 +81,9 @@ def suites() -> Iterator[type[Suite]]:
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick profile tries a twelfth of what the schedulers' suite does: there are many of them, and each has its own tests too."""
-
-    def for_some(among: Any, examples: int, *rest: Any) -> None:
-        repeatable.for_all(among, max(2, examples // 12), *rest)
-
+    """There are many policies, and each has its own tests too."""
     if not FULL:
-        monkeypatch.setattr(scheduler, "for_all", for_some)
-        monkeypatch.setattr(scheduler_loads, "FLOOD_S", 200)  # requests: half as many, of which 100 that overtake are still too many
+        use_fewer(monkeypatch.setattr)
 
 
 ALL_AT_ONCE = """

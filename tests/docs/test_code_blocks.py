@@ -28,6 +28,7 @@ from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
 from dovetail.registry.registry import AUTO, Registry
 from dovetail_batch.job import load_plan
 from dovetail_cluster.settings import load_cluster
+from tests.conformance import fewer
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
 from tests.registry.fakes import Site, modules_forgotten
 from tests.support import FULL
@@ -42,7 +43,7 @@ LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
 SIMULATE_OFTEN = ("compare", "sweep", "capacity")  # commands of the lab: only the full profile compares what they print with the page
-LONG_SUITE = re.compile(r"\brun\(\"(model|attention)\"")  # a suite that takes ten seconds: only the full profile runs it over a page's component
+LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler)\"")  # of ten seconds and more: only the full profile runs it over a page's component
 FEW = 20  # requests of each simulation otherwise
 
 Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
@@ -61,6 +62,8 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, obje
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # other cores run other tests: the lab doesn't start processes that import it again
+    if not FULL:
+        monkeypatch.setattr("dovetail.testing.runner.COMMAND", fewer.COMMAND)
     monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
     module = ModuleType("documentation_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import blocks_of, commands_of
+from tests.conformance import fewer
+from tests.docs.pages import ROOT, blocks_of, commands_of
 from tests.docs.test_code_blocks import check_output
+from tests.support import FULL
 
 PAGE = "docs/write-a-scheduler.md"
 INSTALL = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--target"]
@@ -60,8 +62,10 @@ def python_args(words: list[str], site: Path) -> list[str]:
 
 def run(project: Path, site: Path, args: list[str]) -> str:
     """Return this Python code's output, run in the project's folder with the installed packages on its path."""
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "DOVETAIL_PLUGINS": ""}
+    if not FULL:
+        environ["PYTEST_ADDOPTS"] = f"-p {fewer.__name__}"
     done = subprocess.run([sys.executable, *args], cwd=project, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{args}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
