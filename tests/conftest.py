@@ -6,9 +6,12 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Generator, Iterator
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -60,6 +63,13 @@ def nothing_is_kept_for_the_next_run(tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(autouse=True, scope="session")
 def imported_things_are_counted_once() -> Iterator[None]:
     with count_once():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_are_read_once() -> Iterator[None]:
+    """Each new client of httpx or openai reads all certificates for TLS, which takes longer than most tests that make one."""
+    with patch.object(ssl, "create_default_context", cache(ssl.create_default_context)):
         yield
 
 
