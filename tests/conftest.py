@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Generator, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,11 +25,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LONG = ("test_interpreter.py", "server/test_processes.py", "structured/test_same_tokens.py")  # half a minute and more, and late in the alphabet
 
 
+# `tests/without_torch.sh` writes names of tests that have passed to this file; then CI doesn't run them again, with torch, which they don't use.
+PASSED_TO = os.environ.get("DOVETAIL_TEST_PASSED_TO")
+PASSED = os.environ.get("DOVETAIL_TEST_PASSED")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if PASSED_TO and report.when == "call" and report.passed and not os.environ.get("PYTEST_XDIST_WORKER"):
+        with open(PASSED_TO, "a", encoding="utf-8") as passed:
+            passed.write(f"{report.nodeid}\n")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))  # with `-n`, nobody is left alone with one at the end
     if not FULL:  # slow tests run with DOVETAIL_TEST_PROFILE=full, as in make test-full
         config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
         items[:] = [item for item in items if "slow" not in item.keywords]
+    if PASSED:
+        passed = set(Path(PASSED).read_text(encoding="utf-8").splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
     if PROFILE == "brief":  # each test once, with the first of its parameters
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         items[:] = [item for item in items if first[item.nodeid.partition("[")[0]] is item]
