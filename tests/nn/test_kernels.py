@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerCache, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail.nn import activation, embedding, logprobs, norm, qkv, token_masks
-from dovetail.nn.activation import silu_mul
+from dovetail.nn.activation import sigmoid_mul, silu_mul
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import available, few_rows, gpu, many_rows, one_row, one_row_float8
 from dovetail.nn.kernels import logprobs as kernels
@@ -305,6 +305,16 @@ def test_silu_mul_is_its_twin(rows: int, size: int, dtype: torch.dtype, seed: in
     gate_up = randn(rows, 2 * size, dtype=dtype) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_close(silu_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_mul_takes_gates_that_lie_beside_other_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, beside = torch.randn(3, 1100).to(dtype).to(DEVICE), torch.randn(3, 1500).to(dtype).to(DEVICE)
+    exact = x.double() * beside[:, 400:].double().sigmoid()
+    assert_close(sigmoid_mul(x, beside[:, 400:]), exact)
 
 
 @runs_kernels

@@ -50,6 +50,17 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return ACTIVATIONS[activation](gate).mul_(up)
 
 
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return x * sigmoid(gate) [tokens, size], which may overwrite x."""
+    if use_kernels(x, gate[:1]) and gate.stride(1) == 1:
+        from dovetail.nn.kernels import gate as kernels
+
+        with suppress(KernelUnavailable):
+            kernels.sigmoid_mul(x, gate)
+            return x
+    return x * gate.sigmoid()
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`act_mul` with silu (SwiGLU, arXiv:2002.05202), which has a kernel."""
     if use_kernels(gate_up):

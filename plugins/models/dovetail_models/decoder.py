@@ -15,7 +15,7 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
-from dovetail.nn.activation import RELU2, Activation
+from dovetail.nn.activation import RELU2, Activation, sigmoid_mul
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -149,9 +149,7 @@ class Attention(nn.Module):
             v.copy_(F.rms_norm(v, v.shape[-1:], None, self.shape.norm_eps))
         q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
         out = self.attn.attend(q)
-        if gate is not None:
-            out = out * gate.sigmoid()
-        out = out.flatten(1)
+        out = out.flatten(1) if gate is None else sigmoid_mul(out.flatten(1), gate.flatten(1))
         if wanted is not None:
             residual.keep(wanted)
             out = out.index_select(0, wanted)

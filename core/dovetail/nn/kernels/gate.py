@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Fused silu(gate) * up. Twin: `dovetail.nn.activation`."""
+"""Fused silu(gate) * up, and x * sigmoid(gate). Twins: `dovetail.nn.activation`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,25 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.con
     at = gate_up + row * (2 * SIZE) + i
     gate, up = tl.load(at, mask=mask).to(tl.float32), tl.load(at + SIZE, mask=mask).to(tl.float32)
     tl.store(out + row * SIZE + i, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
+
+
+@triton.jit
+def _sigmoid_mul(x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Compute a part of one row."""
+    let_next_begin(PDL)
+    wait(PDL)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask, at = i < SIZE, x + row * SIZE + i
+    values, gates = tl.load(at, mask=mask).to(tl.float32), tl.load(gate + row * stride + i, mask=mask).to(tl.float32)
+    tl.store(at, values / (1.0 + tl.exp(-gates)), mask=mask)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiply x [tokens, size], contiguous, by sigmoid(gate) in place; a row's numbers of gate [tokens, size] are contiguous."""
+    tokens, size = x.shape
+    if tokens:
+        grid = (tokens, triton.cdiv(size, BLOCK))
+        launch(_sigmoid_mul, grid)(x, gate, gate.stride(0), SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(x.device))
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
