@@ -19,7 +19,7 @@ class Routing:
         self._shape, self._calls = shape, 0
         self._last: list[torch.Tensor] = []  # one a layer, for the most tokens that came
 
-    def choose(self, logits: torch.Tensor, k: int, *, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """As `dovetail.nn.moe.choose`, by a kernel that takes about as long."""
         from bench.routing_kernel import choose_by_hash
 
@@ -27,7 +27,7 @@ class Routing:
         self._calls += 1
         if layer == len(self._last):
             self._last.append(torch.full((MOST_TOKENS, k), -1, dtype=torch.int32, device=logits.device))
-        return choose_by_hash(logits, k, self._last[layer])
+        return choose_by_hash(logits, k, self._last[layer], shared)
 
     def details(self, rows: int) -> dict[str, float]:
         """The mean number of distinct experts in a layer of the last step, and how many are expected of `rows` tokens."""

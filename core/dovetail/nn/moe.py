@@ -20,7 +20,7 @@ from torch import nn
 
 from dovetail.api.model import BuildContext, WeightRule
 from dovetail.errors import UnsupportedError
-from dovetail.nn.activation import ACTIVATIONS, RELU2, Activation
+from dovetail.nn.activation import ACTIVATIONS, RELU2, Activation, activate
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.format.base import ExpertLayers
 from dovetail.nn.kernels.available import use_kernels
@@ -28,6 +28,8 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import Part, Weight, share, whole
 from dovetail.nn.residual import Residual
+
+ALIGNED = 8  # outputs: other numbers are slow to multiply
 
 
 class Router(Layer):
@@ -39,7 +41,8 @@ class Router(Layer):
         parts: dict[str | None, Part] = {None: Part((count, hidden), 0, 0, count)}
         if shared:
             parts["shared"] = Part((1, hidden), 0, 0, 1, at=count)
-        self.weight = Weight((count + shared, hidden), parts, context)
+        self.outputs = count + shared
+        self.weight = Weight((-(-self.outputs // ALIGNED) * ALIGNED if shared else count, hidden), parts, context)
         self.bias = whole((count,), context) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,8 +50,8 @@ class Router(Layer):
             from dovetail.nn.kernels import routing
 
             with suppress(KernelUnavailable):
-                return routing.logits(x, self.weight, self.bias)
-        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+                return routing.logits(x, self.weight, self.bias)[:, : self.outputs]
+        return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())[:, : self.outputs]
 
 
 def choose(logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +60,7 @@ def choose(logits: torch.Tensor, k: int, *, normalize: bool, shared: bool = Fals
     of every token, weighted by the logit's sigmoid. Raises `UnsupportedError` if there are fewer than k experts."""
     if k > logits.shape[1] - shared:
         raise UnsupportedError(f"{k} experts per token are more than all {logits.shape[1] - shared}")
-    if use_kernels(logits):
+    if use_kernels(logits[:1]) and logits.stride(1) == 1:
         from dovetail.nn.kernels import routing
 
         with suppress(KernelUnavailable):
@@ -108,7 +111,7 @@ class Experts(nn.Module):
         if bias and stacked is None:
             raise UnsupportedError("biases of experts are implemented only for checkpoints with all experts in one tensor (stacked)")
         self.group, self.activation, self.stacked = context.parallel, activation, stacked
-        self.share_per_token = ((per_token or count) + shared) / (count + shared)
+        self.share_per_token = (per_token or count) / count
         self.shared = count if shared else None  # its id
         self.layouts = (stacked, None) if stacked is not None and stacked.optional else (stacked,)
         size = share(inner, self.group, "the inner size of experts")
@@ -155,30 +158,53 @@ class Experts(nn.Module):
         """Return the shard id of a part in a layout: each has its own if there are two."""
         return name if layout is None or len(self.layouts) == 1 else f"{name or 'down'} of all"
 
-    def take_format(self, form: WeightFormat, device: torch.device) -> None:
-        """Allocate the weights on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
-        self.format = form
+    def take_format(self, form: WeightFormat, device: torch.device, of_shared: WeightFormat | None = None) -> None:
+        """Allocate the weights on `device` in format `form`, those of the shared expert in `of_shared` if given. A shared expert in the format of
+        the others is computed with them. Raises `UnsupportedError` if a format can't store a size."""
+        self.format, apart = form, of_shared is not None and of_shared != form
+        self._shared_format = of_shared if apart else None
         for name in ("gate_up", "down"):
-            setattr(self, name, nn.ParameterList(form.allocate_experts(list(getattr(self, name)), device)))
+            weights = list(getattr(self, name))
+            last = [of_shared.allocate(weights.pop(), device)] if of_shared is not None and apart else []
+            setattr(self, name, nn.ParameterList([*form.allocate_experts(weights, device), *last]))
         own_bias = self.down_bias if self.group.rank == 0 else None
-        self._layers = ExpertLayers(list(self.gate_up), list(self.down), self.gate_up_bias, own_bias, self.activation)
+        routed = len(self.gate_up) - apart
+        self._layers = ExpertLayers(list(self.gate_up)[:routed], list(self.down)[:routed], self.gate_up_bias, own_bias, self.activation)
 
     def placed_weights(self) -> list[Any]:
-        """Return the weights that have a format."""
-        return [*self.gate_up, *self.down]
+        """Return the weights that have a format, but for those of the shared expert."""
+        return [*list(self.gate_up)[: self.shared], *list(self.down)[: self.shared]]
+
+    def shared_weights(self) -> list[Any]:
+        """Return the weights of the shared expert, if there is one."""
+        return [] if self.shared is None else [self.gate_up[self.shared], self.down[self.shared]]
 
     def add_to(self, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Add to the stream, for each token, the weighted sum of its experts' outputs for x [tokens, hidden], the normed stream. `ids` [tokens, k]
         int32: distinct, from 0 to count - 1. `weights` [tokens, k] float32."""
-        parts = self.format.experts(self._layers, x, ids, weights)
+        form, inner = self._shared_format, None
+        if form is not None:
+            inner = self._inner_of_shared(form, x).mul_(weights[:, -1:])
+            ids, weights = ids[:, :-1].contiguous(), weights[:, :-1].contiguous()
         if self.group.size == 1:
-            residual.add_parts(parts)
+            if form is not None and inner is not None:
+                form.add_to(self.down[-1], residual, inner)
+            self.format.add_experts_to(self._layers, residual, x, ids, weights)
             return
+        total = self.format.experts(self._layers, x, ids, weights).sum(0)
+        if form is not None and inner is not None:
+            total += form.columns(self.down[-1], inner)
         place = residual.place_of_share(self.group)
         if place is None:
-            residual.summed().add_(self.group.all_reduce(parts.sum(0).to(x.dtype)))
+            residual.summed().add_(self.group.all_reduce(total.to(x.dtype)))
         else:
-            place.copy_(parts.sum(0))
+            place.copy_(total)
+
+    def _inner_of_shared(self, form: WeightFormat, x: torch.Tensor) -> torch.Tensor:
+        """Return the input of the last layer of a shared expert that is computed by itself."""
+        if self.activation == "silu":
+            return form.columns(self.gate_up[-1], x, gated=True)
+        return activate(form.columns(self.gate_up[-1], x), self.activation)
 
     def weights(
         self,

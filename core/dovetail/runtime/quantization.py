@@ -101,11 +101,19 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
         if stored and (form := _format_of(quantization, [name])) != DENSE:
             raise UnsupportedError(f"{name} must be stored in 16 bits, and the checkpoint's quantization_config says {form}")
     layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer | Experts)]
+
+    def modules_of(weights: Sequence[Any]) -> list[str]:
+        return list(dict.fromkeys(name for weight in weights for name in names.get(id(weight), [])))
+
     for layer in layers:
-        modules = list(dict.fromkeys(name for weight in layer.placed_weights() for name in names.get(id(weight), [])))
+        modules = modules_of(layer.placed_weights())
         try:
             stays_plain = not modules or (getattr(layer, "sensitive", False) and getattr(quantization, "config", None) is None)
-            layer.take_format(DENSE if stays_plain else _format_of(quantization, modules), device)
+            form = DENSE if stays_plain else _format_of(quantization, modules)
+            if isinstance(layer, Experts) and (shared := modules_of(layer.shared_weights())):
+                layer.take_format(form, device, _format_of(quantization, shared))
+            else:
+                layer.take_format(form, device)
         except UnsupportedError as error:
             raise UnsupportedError(f"{some_of(modules)}: {error}") from error
     if all(layer.format == DENSE for layer in layers):

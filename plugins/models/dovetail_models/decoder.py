@@ -221,8 +221,7 @@ class SparseFeedForward(nn.Module):
     def __init__(self, decoder: DecoderShape, shape: ExpertsShape, context: BuildContext) -> None:
         super().__init__()
         self.shape, hidden, grouping = shape, decoder.hidden_size, shape.grouping
-        # a shared expert of the same size is computed with the others, unless a checkpoint may store it in another format
-        self.merged = shape.shared_gate and shape.shared_inner == shape.inner and not context.weights_later
+        self.merged = shape.shared_gate and shape.shared_inner == shape.inner  # one more expert
         if grouping is None:
             self.router = Router(hidden, shape.count, context, bias=shape.bias, shared=self.merged)
         else:

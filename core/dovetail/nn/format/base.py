@@ -85,13 +85,22 @@ class WeightFormat(ABC):
         if use_kernels(x, ids, weights):
             from dovetail.nn.kernels import experts
 
-            if layers.for_kernels is None:
-                layers.for_kernels = self.for_kernels(layers.gate_up), self.for_kernels(layers.down)
-            gate_up, down = layers.for_kernels
+            gate_up, down = self.stored_experts(layers)
             if gate_up is not None and down is not None:
                 with suppress(KernelUnavailable):
                     return experts.experts(x, gate_up, down, layers.gate_up_bias, layers.down_bias, layers.activation, ids, weights)
         return plain_experts(self, layers, x, ids, weights)
+
+    def add_experts_to(self, layers: ExpertLayers, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add `experts` of x to the stream."""
+        residual.add_parts(self.experts(layers, x, ids, weights))
+
+    def stored_experts(self, layers: ExpertLayers) -> tuple[Stored | None, Stored | None]:
+        """Return gate and up, and down, as `for_kernels` makes them on first use."""
+        if layers.for_kernels is None:
+            layers.for_kernels = self.for_kernels(layers.gate_up), self.for_kernels(layers.down)
+        made: tuple[Stored | None, Stored | None] = layers.for_kernels
+        return made
 
     def for_kernels(self, weights: Sequence[Any]) -> Stored | None:
         """Return weights of experts, from `allocate_experts`, in the form that `kernels.experts` takes; None if it can't, so that the twin

@@ -20,6 +20,7 @@ def _choose(
     logits,  # [tokens, COUNT + SHARED]
     ids,  # [tokens, TOP + SHARED]
     weights,
+    stride,  # of logits
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
     TOP: tl.constexpr,
@@ -32,7 +33,7 @@ def _choose(
     let_next_begin(PDL)
     wait(PDL)
     lowest = float("-inf")
-    values = tl.load(logits + token * (COUNT + SHARED) + e, mask=e < COUNT, other=lowest)
+    values = tl.load(logits + token * stride + e, mask=e < COUNT, other=lowest)
     values = tl.where(values == values, values, lowest)
     most = tl.max(values, 0)
     if NORMALIZE:
@@ -52,13 +53,13 @@ def _choose(
     tl.store(ids + at, e, mask=chosen > 0)
     tl.store(weights + at, tl.exp(values - most) / total, mask=chosen > 0)
     if SHARED:
-        gate = tl.load(logits + token * (COUNT + SHARED) + COUNT)
+        gate = tl.load(logits + token * stride + COUNT)
         tl.store(ids + token * (TOP + SHARED) + TOP, COUNT)
         tl.store(weights + token * (TOP + SHARED) + TOP, 1.0 / (1.0 + tl.exp(-gate)))
 
 
 def choose(logits: torch.Tensor, k: int, normalize: bool, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `dovetail.nn.moe.choose`, for contiguous logits."""
+    """Like `dovetail.nn.moe.choose`, for logits whose rows are contiguous."""
     tokens, count = logits.shape[0], logits.shape[1] - shared
     ids = torch.empty((tokens, k + shared), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k + shared), dtype=torch.float32, device=logits.device)
@@ -68,6 +69,7 @@ def choose(logits: torch.Tensor, k: int, normalize: bool, shared: bool = False) 
             logits,
             ids,
             weights,
+            logits.stride(0),
             COUNT=count,
             PADDED=padded,
             TOP=k,
