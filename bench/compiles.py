@@ -32,6 +32,7 @@ from dovetail.nn.kernels import (
     delta_rule,
     embedding,
     experts,
+    few_experts_float8,
     float8_products,
     gate,
     gated_norm,
@@ -191,6 +192,20 @@ def launch_experts(dtype: torch.dtype) -> None:
         experts.experts(torch.zeros(tokens, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
 
 
+def launch_experts_of_float8(dtype: torch.dtype) -> None:
+    """Experts whose inputs are rounded, too, and those of few tokens."""
+    hidden, inner, count, many = HIDDEN[0], 128, 4, experts.SORTED_AT_ONCE // 2
+
+    def stored(outputs: int, inputs: int) -> experts.Stored:
+        values, scales = torch.zeros(count, outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(count, outputs // 128, inputs // 128)
+        return experts.Stored(values, inputs, scales, None, 128, experts.FLOAT8, True)
+
+    gate_up, down = stored(2 * inner, hidden), stored(hidden, inner)
+    ids, weights = torch.zeros(many + 1, 2, dtype=torch.int32), torch.zeros(many + 1, 2)
+    few_experts_float8.experts(torch.zeros(1, hidden, dtype=dtype), gate_up, down, ids[:1], weights[:1])
+    experts.experts(torch.zeros(many + 1, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
+
+
 def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
     """A recurrent layer without its projections: a step of single tokens, and one of a prefill, too."""
     bound = bind_states([shape.spec(0)], 2, dtype)
@@ -231,6 +246,7 @@ def launch_formats(dtype: torch.dtype, arch: int) -> None:
         values, row = torch.zeros(outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(1, inputs, dtype=dtype)
         one_row_float8.linear(row, values, scales=torch.zeros(outputs), norm=(torch.zeros(inputs, dtype=dtype), 1e-6), gated=True)
         one_row_float8.linear(row, values, scales=torch.zeros(2, inputs // 128), out=torch.zeros(1, outputs, dtype=dtype))
+        launch_experts_of_float8(dtype)
 
 
 def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:

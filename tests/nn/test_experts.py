@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,17 +17,18 @@ pytest.importorskip("triton")
 from dovetail.errors import UnsupportedError
 from dovetail.nn import moe
 from dovetail.nn.activation import ClampedSwiGLU, activate
-from dovetail.nn.format import base
+from dovetail.nn.format import DENSE, base
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.mxfp4 import Mxfp4Format
 from dovetail.nn.kernels import experts as kernels
-from dovetail.nn.kernels import launch
-from dovetail.nn.kernels.experts import Few, Many
+from dovetail.nn.kernels import float8_products, launch
+from dovetail.nn.kernels.experts import Few, Many, Tiling
 from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.residual import Residual
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_close, runs_kernels, take_kernels
 from tests.models.oracle import context
+from tests.nn.formats import plain_weight, stored
 from tests.support import examples
 
 some = examples(quick=16 if ON_GPU else 6, full=400 if ON_GPU else 100)
@@ -105,7 +107,16 @@ def test_the_stream_gets_what_the_chosen_experts_make_of_each_token(
     assert_close(stream.summed(), before.double() + by_definition(layer, x, ids, weights))
 
 
-FORMATS = [Float8("computed"), Float8("block", (32, 32)), PackedInt4(32, True), PackedInt4(64, False), PackedInt4(None, True), Mxfp4Format()]
+IN_BLOCKS = Float8("block", (128, 128))
+FORMATS = [
+    Float8("computed"),
+    Float8("block", (32, 32)),
+    IN_BLOCKS,
+    PackedInt4(32, True),
+    PackedInt4(64, False),
+    PackedInt4(None, True),
+    Mxfp4Format(),
+]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=repr)
@@ -115,7 +126,7 @@ FORMATS = [Float8("computed"), Float8("block", (32, 32)), PackedInt4(32, True), 
 @pytest.mark.usefixtures("with_kernels")
 def test_experts_in_a_format_compute_what_their_dequantized_weights_do(tokens: int, form: Any, activation: Any, seed: int) -> None:
     whole_chunks = isinstance(form, PackedInt4) and form.group is not None  # of other sizes the twin computes
-    sizes = (128, 128) if whole_chunks else [(160, 32), (128, 64)][seed % 2]
+    sizes = (128, 128) if whole_chunks else (256, 128) if form == IN_BLOCKS else [(160, 32), (128, 64)][seed % 2]
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     count, biased = 10, isinstance(activation, ClampedSwiGLU)
     of_device = replace(context(), dtype=dtype, device=DEVICE, weights_later=True)
@@ -137,10 +148,49 @@ def test_experts_in_a_format_compute_what_their_dequantized_weights_do(tokens: i
     assert_close(stream.summed(), by_definition(plain, x, ids, weights))
 
 
-@given(ids=st.lists(st.integers(0, 6), min_size=1, max_size=70), block=st.sampled_from([2, 4, 16]))
+@pytest.mark.parametrize("form", [Float8("computed"), Float8("block", (32, 32)), Float8("block", (16, 64))], ids=repr)
+@given(gated=st.booleans(), biased=st.booleans(), activation=st.sampled_from(["silu", "relu2"]), seed=seeds)
+@examples(quick=4 if ON_GPU else 2, full=30)
+@runs_kernels
+def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(form: Any, gated: bool, biased: bool, activation: Any, seed: int) -> None:
+    inputs, outputs, count, tokens = 96, 32, 3, 21
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    stored_outputs = 2 * outputs if gated and activation == "silu" else outputs
+    weights = [stored(form, (stored_outputs,), inputs, dtype, DEVICE, seed + index) for index in range(count)]
+    layer = form.for_kernels(form.allocate_experts([plain_weight((stored_outputs,), inputs, dtype, DEVICE)] * count, DEVICE))
+    for index, weight in enumerate(weights):
+        layer.values[index], layer.scales[index] = weight.data, weight.scales
+    ids, shares = routed(tokens, count, 2, seed)
+    x = torch.randn(tokens if gated else 2 * tokens, inputs).to(dtype).to(DEVICE)
+    bias = torch.randn(count, stored_outputs).to(dtype).to(DEVICE) if biased else None
+    out = torch.empty(*((2 * tokens,) if gated else (2, tokens)), outputs, dtype=dtype, device=DEVICE)
+    tiling = Tiling(16, 32, 128, 2, 4)
+    around = kernels.gating(activation) if gated else {}
+    kernels.float8_layer(x, layer, bias, shares, *kernels.sort(ids, count, tiling.rows), out, tiling, around)
+    narrow, scales = float8_products.twin_of_narrowed(x, layer.group)
+    wide = narrow.double() * (scales.repeat_interleave(layer.group, 1)[:, :inputs] if layer.group else scales[:, None]).double()
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        exact = wide[pair // 2 if gated else pair] @ form.dequantized(weights[expert]).double().T
+        exact += 0 if bias is None else bias[expert].double()
+        exact = activate(exact[None], activation)[0] if gated else exact * shares.flatten()[pair].double()
+        assert_close(out[pair] if gated else out[pair % 2, pair // 2], exact)
+
+
+@given(ids=st.lists(st.integers(0, 6), min_size=1, max_size=70), block=st.sampled_from([2, 4, 16]), at_once=st.sampled_from([4096, 8]))
 @some
 @runs_kernels
-def test_places_hold_each_pair_once_in_blocks_of_its_expert(ids: list[int], block: int) -> None:
+def test_places_hold_each_pair_once_in_blocks_of_its_expert(ids: list[int], block: int, at_once: int) -> None:
+    with patch.object(kernels, "SORTED_AT_ONCE", at_once), patch.object(kernels, "SORTED_TOGETHER", 32):
+        assert_sorted(ids, block)
+
+
+@runs_kernels
+def test_many_pairs_are_sorted_alike() -> None:
+    torch.manual_seed(0)
+    assert_sorted(torch.randint(0, 7, (5000,)).tolist(), 64)
+
+
+def assert_sorted(ids: list[int], block: int) -> None:
     places, blocks = kernels.sort(torch.tensor(ids, dtype=torch.int32, device=DEVICE)[:, None], 7, block)
     used = [expert for expert in blocks.tolist() if expert >= 0]
     assert used == sorted(used)
@@ -181,6 +231,27 @@ def test_a_shared_expert_is_chosen_by_every_token_besides(tokens: int, normalize
     assert_close(weights, torch.cat((shares, logits[:, 5:].sigmoid()), dim=1).double())
     with pytest.raises(UnsupportedError, match="6 experts per token are more than all 5"):
         choose(logits, 6, normalize=normalize, shared=True)
+
+
+@pytest.mark.parametrize("form", [DENSE, Float8("computed")], ids=str)
+@pytest.mark.parametrize("of_shared", [None, DENSE, Float8("computed")], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_shared_expert_may_have_a_format_of_its_own(form: Any, of_shared: Any, activation: str) -> None:
+    count, sizes, tokens = 3, (32, 16), 5
+    layer = Experts(*sizes, count, context(weights_later=True), activation=activation, shared=True)
+    layer.take_format(form, torch.device("cpu"), of_shared)
+    torch.manual_seed(0)
+    for weight in (*layer.gate_up, *layer.down):
+        for shard_id, part in weight.parts.items():
+            weight.load(torch.randn(part.source_shape) / part.source_shape[1] ** 0.5, shard_id)
+    x, logits = torch.randn(tokens, sizes[0]), torch.randn(tokens, count + 1)
+    ids, weights = choose(logits, 2, normalize=True, shared=True)
+    stream = Residual(torch.zeros_like(x))
+    layer.add_to(stream, x, ids, weights)
+    forms = [form] * count + [of_shared or form]
+    gate_up, down = ([one.dequantized(weight) for one, weight in zip(forms, each, strict=True)] for each in (layer.gate_up, layer.down))
+    plain = SimpleNamespace(gate_up=gate_up, down=down, gate_up_bias=None, down_bias=None, activation=activation)
+    assert_close(stream.summed(), by_definition(plain, x, ids, weights))
 
 
 @runs_kernels

@@ -282,7 +282,7 @@ def test_products_of_float8_are_within_the_rounding_of_their_inputs(rows: int, i
 
 
 @pytest.mark.skipif(INTERPRETED or not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("rows", [2, 16, 65, 300])
+@pytest.mark.parametrize("rows", [2, 16, 65, 300, 601])
 @pytest.mark.parametrize("form", [form for form in FORMATS if isinstance(form, Float8)], ids=str)
 def test_many_rows_are_within_the_rounding_of_their_inputs(form: Any, rows: int) -> None:
     weight = stored(form, (512,), 1024, DTYPE, DEVICE)

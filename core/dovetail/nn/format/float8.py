@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.format.base import kept, stacked
+from dovetail.nn.format.base import ExpertLayers, kept, stacked
 from dovetail.nn.format.dense import Kernel
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
-from dovetail.nn.kernels.available import has_float8_products, has_many_rows, has_one_row_float8, use_kernels
+from dovetail.nn.kernels.available import has_float8_products, has_many_rows, has_one_row_float8, has_products_of_blocks, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 LARGEST = 448.0  # finite value of e4m3
 FEW_ROWS = 8  # above, a program runs out of registers
 PRODUCTS_FROM = 65  # rows from which 8-bit products are faster than reading the weights, and so faster than 16-bit products
+LEAST_GROUP = 32  # inputs that 8-bit products multiply at once
+BLOCKS_FROM = 513  # rows from which torch's product of numbers with scales in blocks is the fastest
 IN_PARTS_BELOW = 513  # rows; above, there are enough programs without splitting
 WIDENED_FROM = 257  # rows from which weights are widened before the product, where 8-bit products aren't available
 
@@ -151,7 +153,22 @@ class Float8(StoredFormat):
         if not experts.takes(experts.FLOAT8, first.layer_shape[1], group):
             return None
         values, scales = stacked(weights), stacked([weight.scales for weight in weights])
-        return experts.Stored(values, first.layer_shape[1], scales, None, group, experts.FLOAT8)
+        narrows = self.inputs == 8 and not 0 < group < LEAST_GROUP and first.compute_dtype == torch.bfloat16 and has_float8_products(first.device)
+        return experts.Stored(values, first.layer_shape[1], scales, None, group, experts.FLOAT8, narrows)
+
+    def add_experts_to(self, layers: ExpertLayers, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        if use_kernels(x, ids, weights):
+            from dovetail.nn.kernels import experts
+
+            gate_up, down = self.stored_experts(layers)
+            biased = layers.gate_up_bias is not None or layers.down_bias is not None
+            if gate_up is not None and down is not None and not biased and experts.takes_few(x, gate_up, down, layers.activation, ids):
+                from dovetail.nn.kernels import few_experts_float8
+
+                with suppress(KernelUnavailable):
+                    few_experts_float8.experts(x, gate_up, down, ids, weights, out=residual.summed())
+                    return
+        StoredFormat.add_experts_to(self, layers, residual, x, ids, weights)
 
     def columns(
         self,
@@ -269,13 +286,23 @@ class Float8(StoredFormat):
                 scales=weight.scales,
                 dtype=dtype,
             )
-        if weight.scales.ndim > 1:
+        if self._multiplies_blocks(weight, len(narrow)):
+            y = float8_products.linear_of_blocks(narrow, x_scales, weight, weight.scales, bias, dtype)
+        elif weight.scales.ndim > 1:
             if in_parts and len(narrow) >= IN_PARTS_BELOW:
                 return self._stream(weight, narrow, bias, x_scales=x_scales, dtype=dtype)[None]
             return kept(self._stream(weight, narrow, bias, x_scales=x_scales, gated=gated, in_parts=in_parts, dtype=dtype), into)
-        y = float8_products.linear(narrow, x_scales, weight, weight.scales, bias, dtype)
+        else:
+            y = float8_products.linear(narrow, x_scales, weight, weight.scales, bias, dtype)
         y = silu_mul(y) if gated else y
         return y[None] if in_parts else kept(y, into)
+
+    def _multiplies_blocks(self, weight: StoredWeight, rows: int) -> bool:
+        """True if torch's product of float8 numbers with scales in blocks is the fastest."""
+        from dovetail.nn.kernels import float8_products
+
+        fits = weight.scales.ndim > 1 and rows >= BLOCKS_FROM and float8_products.takes_blocks(weight, weight.scales, self.block[1])
+        return fits and has_products_of_blocks(weight.device)
 
     def _stream(self, weight: StoredWeight, x: torch.Tensor, bias: torch.Tensor | None = None, **around: Any) -> torch.Tensor:
         from dovetail.nn.kernels import streamed

@@ -75,6 +75,18 @@ def has_one_row_float8(device: torch.device) -> bool:
 
 
 @cache
+def has_few_experts_float8(device: torch.device) -> bool:
+    """True if the kernel `few_experts_float8` is available. Measured only on Hopper."""
+
+    def check() -> None:
+        from dovetail.nn.kernels import few_experts_float8
+
+        few_experts_float8.check(device)
+
+    return is_hopper(device) and runs_kernels(device) and works("few tokens' experts of float8 weights", check)
+
+
+@cache
 def has_float8_products(device: torch.device) -> bool:
     """True if products of float8 by float8 are available, see `float8_products`."""
 
@@ -84,6 +96,18 @@ def has_float8_products(device: torch.device) -> bool:
         float8_products.check(device)
 
     return is_hopper(device) and runs_kernels(device) and works("products of float8 numbers", check)
+
+
+@cache
+def has_products_of_blocks(device: torch.device) -> bool:
+    """True if `float8_products.linear_of_blocks` is available."""
+
+    def check() -> None:
+        from dovetail.nn.kernels import float8_products
+
+        float8_products.check_blocks(device)
+
+    return has_float8_products(device) and works("products of float8 numbers in blocks", check)
 
 
 def works(kernel: str, check: Callable[[], object]) -> bool:

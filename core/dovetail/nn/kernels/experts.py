@@ -17,19 +17,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dovetail.nn.activation import RELU2, Activation, ClampedSwiGLU
+from dovetail.nn.kernels.available import has_few_experts_float8
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.float8_products import narrowed
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.streamed import add_int4
 from dovetail.nn.kernels.widening import e2m1_to_16_bits, float8_to_16_bits, pairs_to_16_bits, power_of_two, shifted
 
-SORTED_AT_ONCE = 4096  # pairs
+REGISTERS = 168  # of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
+SORTED_AT_ONCE = 4096  # pairs that each program looks through; more are sorted by three kernels
+SORTED_TOGETHER = 256  # pairs of a chunk then
+NARROW_FROM = 16  # pairs of an expert, more than which are computed by products of float8 inputs, if inputs may be rounded
 CLAMPED, UNGATED = 3, 4  # ungated, the first layer has ups alone, of which it takes relu squared
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, RELU2: UNGATED}
 
@@ -48,6 +53,7 @@ class Stored(NamedTuple):
     zeros: torch.Tensor | None = None
     group: int = 0  # inputs of a scale; 0: all
     kind: int = PLAIN
+    narrows: bool = False  # FLOAT8: inputs of many rows are rounded to e4m3, too
 
     @property
     def outputs(self) -> int:
@@ -344,6 +350,88 @@ def _sort(
         start += tl.sum(mine, 0)
 
 
+@triton.jit(do_not_specialize=["pairs"])
+def _count(ids, counts, pairs, PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """Count each expert's pairs in one chunk: counts [chunks, PADDED]."""
+    chunk = tl.program_id(0)
+    let_next_begin(PDL)
+    wait(PDL)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    found = tl.histogram(tl.load(ids + at, mask=at < pairs, other=0), PADDED, mask=at < pairs)
+    tl.store(counts + chunk * PADDED + tl.arange(0, PADDED), found)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _add_up(
+    counts,  # [chunks, PADDED]: counts; replaced by those of earlier chunks together
+    totals,  # [PADDED]
+    chunks,
+    PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # chunks
+    PDL: tl.constexpr,
+):
+    """Add up the counts of some experts over the chunks."""
+    e, c = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, AT_ONCE)
+    let_next_begin(PDL)
+    wait(PDL)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for at in range(0, chunks, AT_ONCE):
+        place = counts + (at + c)[:, None] * PADDED + e[None, :]
+        own = tl.load(place, mask=(at + c < chunks)[:, None], other=0)
+        before = total[None, :] + tl.cumsum(own, 0) - own
+        tl.debug_barrier()  # nothing is replaced that another thread still reads
+        tl.store(place, before, mask=(at + c < chunks)[:, None])
+        total += tl.sum(own, 0)
+    tl.store(totals + e, total)
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
+def _place(
+    ids,
+    before,  # [chunks, PADDED]: an expert's pairs in earlier chunks
+    totals,  # [PADDED]
+    places,
+    experts,
+    pairs,
+    blocks,
+    chunks,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # earlier pairs of the chunk that each is compared with
+    PDL: tl.constexpr,
+):
+    """Write the places of one chunk's pairs; or, further programs, one expert's blocks, and its places without a pair."""
+    program, e = tl.program_id(0), tl.arange(0, PADDED)
+    let_next_begin(PDL)
+    wait(PDL)
+    needed = (tl.load(totals + e) + BLOCK - 1) // BLOCK
+    if program < chunks:
+        i = tl.arange(0, CHUNK)
+        at = program * CHUNK + i
+        chosen = tl.load(ids + at, mask=at < pairs, other=-1)
+        rank = tl.zeros([CHUNK], tl.int32)
+        for earlier in range(0, CHUNK, AT_ONCE):
+            j = earlier + tl.arange(0, AT_ONCE)
+            others = tl.load(ids + program * CHUNK + j, mask=program * CHUNK + j < pairs, other=-2)
+            rank += tl.sum(((chosen[:, None] == others[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
+        begin = tl.gather(tl.cumsum(needed, 0) - needed, tl.maximum(chosen, 0), 0)
+        rank += tl.load(before + program * PADDED + chosen, mask=at < pairs, other=0)
+        tl.store(places + begin * BLOCK + rank, at, mask=at < pairs)
+    else:
+        expert, j = program - chunks, tl.arange(0, BLOCK)
+        first, count = tl.sum(tl.where(e < expert, needed, 0), 0), tl.load(totals + expert)
+        own = (count + BLOCK - 1) // BLOCK
+        tl.store(places + first * BLOCK + count + j, pairs, mask=count + j < own * BLOCK)
+        for block in range(own):
+            tl.store(experts + first + block, expert)
+        if expert == COUNT - 1:
+            for block in range(first + own, blocks):
+                tl.store(experts + block, -1)
+
+
 @triton.jit
 def _added(
     sums,  # [N, M]
@@ -524,6 +612,97 @@ def _sorted(
         )
 
 
+@triton.jit
+def _products(
+    x_tile, x_scale, weight, scale_at, at, k, inside, n, real, INPUTS: tl.constexpr, GROUP: tl.constexpr, SHARING: tl.constexpr, N: tl.constexpr
+):
+    """[M, N] float32: float8 inputs [M, K] from `at` on times the weights of outputs n, and the scales if they are by groups."""
+    tile = tl.load(weight + n.to(tl.int64)[None, :] * INPUTS + k[:, None], mask=real[None, :] & inside[:, None], other=0.0)
+    products = tl.dot(x_tile, tile)
+    if GROUP > 0:
+        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+        if SHARING % N == 0:  # all outputs of the program share it
+            products *= (x_scale * tl.load(scale_at + tl.min(n, 0) // SHARING * groups + at // GROUP))[:, None]
+        else:
+            scale = tl.load(scale_at + n // SHARING * groups + at // GROUP, mask=real, other=0.0)
+            products *= x_scale[:, None] * scale[None, :]
+    return products
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens"])
+def _sorted_float8(
+    x,  # float8, otherwise as of `_sorted`
+    x_scales,  # [rows of x, INPUTS / GROUP], or [rows of x]
+    values,
+    scales,
+    bias,
+    weights,
+    places,
+    experts,
+    out,
+    pairs,
+    tokens,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIASED: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`_sorted` of float8 inputs and float8 weights, not transposed: a row's scale is then in few registers."""
+    block, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    let_next_begin(PDL)
+    wait(PDL)
+    expert = tl.load(experts + block).to(tl.int64)
+    if expert >= 0:
+        pair = tl.load(places + block * M + tl.arange(0, M))
+        there, real = pair < pairs, n < OUTPUTS
+        source = (pair // TOP if GATED else pair).to(tl.int64)
+        PAIRED: tl.constexpr = GATED and ACTIVATION != 4
+        stored: tl.constexpr = 2 * OUTPUTS if PAIRED else OUTPUTS
+        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP > 0 else 1
+        weight = values + expert * (stored * INPUTS)
+        scale_at = scales + expert * (stored // SHARING * groups)
+        sums, ups = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
+        WHOLE: tl.constexpr = INPUTS % K == 0
+        for at in tl.range(0, INPUTS, K, num_stages=STAGES):
+            k = at + tl.arange(0, K)
+            inside = (k >= 0) if WHOLE else (k < INPUTS)
+            inputs = tl.load(x + source[:, None] * INPUTS + k[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            if GROUP > 0:
+                x_scale = tl.load(x_scales + source * groups + at // GROUP, mask=there, other=0.0)
+            else:
+                x_scale = tl.full([M], 1.0, tl.float32)
+            sums += _products(inputs, x_scale, weight, scale_at, at, k, inside, n, real, INPUTS, GROUP, SHARING, N)
+            if PAIRED:
+                ups += _products(inputs, x_scale, weight, scale_at, at, k, inside, n + OUTPUTS, real, INPUTS, GROUP, SHARING, N)
+        if GROUP == 0:
+            x_scale = tl.load(x_scales + source, mask=there, other=0.0)[:, None]
+            sums *= x_scale * tl.load(scale_at + n, mask=real, other=0.0)[None, :]
+            if PAIRED:
+                ups *= x_scale * tl.load(scale_at + OUTPUTS + n, mask=real, other=0.0)[None, :]
+        if BIASED:
+            at_bias = bias + expert * stored + n
+            sums += tl.load(at_bias, mask=real, other=0.0).to(tl.float32)[None, :]
+            if PAIRED:
+                ups += tl.load(at_bias + OUTPUTS, mask=real, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            result, to = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT), pair
+        else:
+            result = sums * tl.load(weights + pair, mask=there, other=0.0)[:, None]
+            to = pair % TOP * tokens + pair // TOP
+        tl.store(out + to.to(tl.int64)[:, None] * OUTPUTS + n[None, :], result.to(out.dtype.element_ty), mask=there[:, None] & real[None, :])
+
+
 def choice_for(tokens: int, per_token: int, gate_up: Stored, inner: int, bytes_each: int = 2) -> Few | Many:
     """Return the tilings for this number of tokens with `per_token` experts of `inner` size each, and activations of `bytes_each`. Measured with
     `bench.experts` on an H100, for 128 experts of 2,048 x 768; in MXFP4 for 32 of 2,880 x 2,880."""
@@ -534,6 +713,8 @@ def choice_for(tokens: int, per_token: int, gate_up: Stored, inner: int, bytes_e
             return Few(FewTiling(2, max(1, one.warps // 2)), FewTiling(4, 4))
         return Few(one, FewTiling(8, 8) if gate_up.kind == FLOAT8 and inner <= 1024 else one)
     average = pairs / count  # places of an expert
+    if gate_up.narrows and average > NARROW_FROM:
+        return Many(Tiling(64, 64, CHUNK, 4, 4), Tiling(64, 128, CHUNK, 3, 4))
     rows = 128 if average >= 128 else min(64, max(16, int(triton.next_power_of_2(ceil(2 * average)))))
     wide = 128 // (bytes_each // 2)  # what fits into shared memory
     if rows == 128:
@@ -559,6 +740,10 @@ def experts(
     (tokens, per_token), count = ids.shape, len(gate_up.values)
     if not tokens:
         return torch.empty((1, 0, down.outputs), dtype=x.dtype, device=x.device)
+    if choice is None and gate_up_bias is None and down_bias is None and takes_few(x, gate_up, down, activation, ids):
+        from dovetail.nn.kernels import few_experts_float8
+
+        return few_experts_float8.experts(x, gate_up, down, ids, weights)[None]
     inner = torch.empty((tokens * per_token, down.inputs), dtype=x.dtype, device=x.device)
     choice = choice or choice_for(tokens, per_token, gate_up, down.inputs, x.element_size())
     around = gating(activation)
@@ -569,9 +754,23 @@ def experts(
         return out
     places, blocks = sort(ids, count, choice.gate_up.rows)
     out = torch.empty((per_token, tokens, down.outputs), dtype=x.dtype, device=x.device)
+    if gate_up.narrows and down.narrows and tokens * per_token > NARROW_FROM * count:
+        float8_layer(x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around)
+        float8_layer(inner, down, down_bias, weights, places, blocks, out, choice.down, {})
+        return out
     many_layer(x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around)
     many_layer(inner, down, down_bias, weights, places, blocks, out, choice.down, {})
     return out
+
+
+def takes_few(x: torch.Tensor, gate_up: Stored, down: Stored, activation: Activation, ids: torch.Tensor) -> bool:
+    """True if `few_experts_float8` computes experts without biases of tokens x."""
+    if activation != "silu" or gate_up.kind != FLOAT8 or x.itemsize != 2 or not has_few_experts_float8(x.device):
+        return False
+    from dovetail.nn.kernels import few_experts_float8
+
+    tokens, per_token = ids.shape
+    return isinstance(choice_for(tokens, per_token, gate_up, down.inputs), Few) and few_experts_float8.takes(gate_up, down, per_token)
 
 
 def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -581,20 +780,27 @@ def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch
     blocks = min(pairs, (pairs + count * (block - 1)) // block)
     places = torch.empty((blocks, block), dtype=torch.int32, device=ids.device)
     experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
-    chunk = min(SORTED_AT_ONCE, triton.next_power_of_2(pairs))
-    launch(_sort, (count,))(
-        ids,
-        places,
-        experts,
-        pairs,
-        blocks,
-        COUNT=count,
-        PADDED=triton.next_power_of_2(max(count, 2)),
-        BLOCK=block,
-        CHUNK=chunk,
-        num_warps=8 if chunk > 1024 else 4,
-        **pdl_options(ids.device),
-    )
+    padded = triton.next_power_of_2(max(count, 2))
+    sizes = {"PADDED": padded, **pdl_options(ids.device)}
+    if pairs > SORTED_AT_ONCE:
+        chunks = triton.cdiv(pairs, SORTED_TOGETHER)
+        counts = torch.empty((chunks, padded), dtype=torch.int32, device=ids.device)
+        totals = torch.empty(padded, dtype=torch.int32, device=ids.device)
+        launch(_count, (chunks,))(ids, counts, pairs, CHUNK=SORTED_TOGETHER, num_warps=4, **sizes)
+        at_once = min(padded, 16)  # experts
+        launch(_add_up, (padded // at_once,))(counts, totals, chunks, EXPERTS=at_once, AT_ONCE=64, num_warps=4, **sizes)
+        launch(_place, (chunks + count,))(
+            *(ids, counts, totals, places, experts, pairs, blocks, chunks),
+            COUNT=count,
+            BLOCK=block,
+            CHUNK=SORTED_TOGETHER,
+            AT_ONCE=32,
+            num_warps=8,
+            **sizes,
+        )
+        return places, experts
+    chunk = triton.next_power_of_2(pairs)
+    launch(_sort, (count,))(ids, places, experts, pairs, blocks, COUNT=count, BLOCK=block, CHUNK=chunk, num_warps=8 if chunk > 1024 else 4, **sizes)
     return places, experts
 
 
@@ -627,28 +833,40 @@ def few_layer(x, layer: Stored, bias, ids, weights, out, tiling: FewTiling, arou
 
 def many_layer(x, layer: Stored, bias, weights, places, blocks, out, tiling: Tiling, around: dict[str, int | float]) -> None:
     """`around`: of gate and up, or empty."""
+    constants: dict[str, Any] = layer.constants() | {"K": CHUNK if layer.kind >= INT4 else gcd(tiling.inputs, layer.group)}
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    _launch_sorted(_sorted, (x, *layer.tensors()), constants | {"PRECISION": precision}, bias, weights, places, blocks, out, tiling, around)
+
+
+def float8_layer(x, layer: Stored, bias, weights, places, blocks, out, tiling: Tiling, around: dict[str, int | float]) -> None:
+    """`many_layer` with inputs rounded to e4m3, for a layer that `narrows`."""
+    narrow, x_scales = narrowed(x, layer.group)
+    constants = {name: layer.constants()[name] for name in ("INPUTS", "GROUP", "SHARING")} | {"K": gcd(tiling.inputs, layer.group)}
+    if not around:
+        constants["maxnreg"] = REGISTERS
+    _launch_sorted(_sorted_float8, (narrow, x_scales, *layer.tensors()[:2]), constants, bias, weights, places, blocks, out, tiling, around)
+
+
+def _launch_sorted(kernel, inputs, constants, bias, weights, places, blocks, out, tiling: Tiling, around: dict[str, int | float]) -> None:
     outputs, (tokens, per_token) = out.shape[-1], weights.shape
-    launch(_sorted, (triton.cdiv(outputs, tiling.outputs), len(blocks)))(
-        x,
-        *layer.tensors(),
-        x if bias is None else bias,
+    launch(kernel, (triton.cdiv(outputs, tiling.outputs), len(blocks)))(
+        *inputs,
+        weights if bias is None else bias,
         weights,
         places,
         blocks,
         out,
         tokens * per_token,
         tokens,
-        **layer.constants(),
         OUTPUTS=outputs,
         TOP=per_token,
         M=tiling.rows,
         N=tiling.outputs,
-        K=CHUNK if layer.kind >= INT4 else gcd(tiling.inputs, layer.group),
         GATED=bool(around),
         BIASED=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         STAGES=tiling.stages,
         num_warps=tiling.warps,
+        **constants,
         **(around or {"ACTIVATION": 0, "ALPHA": 1.0, "LIMIT": 0.0}),
-        **pdl_options(x.device),
+        **pdl_options(out.device),
     )

@@ -17,26 +17,39 @@ from dovetail.nn.kernels.rms_norm import normed_row
 from dovetail.nn.kernels.row import warps_of_row
 
 LARGEST = 448.0  # finite value of e4m3
-NUMBERS = 4096  # numbers per program if rows have groups
+NUMBERS = 4096  # numbers per program, if there are more than FULL such programs
+FULL = 64
+BLOCK = 128  # inputs, and outputs of weights, that share a scale in `linear_of_blocks`
+PADDED = 4  # its rows, and the groups of inputs, are multiples of this
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units"])
 def _narrow(
-    x, out, scales, SIZE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr
+    x,
+    out,
+    scales,  # [units]
+    units,
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNITS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Narrow some groups of one row; BLOCK is GROUP padded to a power of two."""
+    """Narrow some units, which are the groups of all rows; BLOCK is GROUP padded to a power of two."""
     let_next_begin(PDL)
     groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    row, g, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS), tl.arange(0, BLOCK)
-    i = g[:, None] * GROUP + j[None, :]
-    mask = (j < GROUP)[None, :] & (i < SIZE)
+    u, j = tl.program_id(0) * UNITS + tl.arange(0, UNITS), tl.arange(0, BLOCK)
+    in_row = (u % groups * GROUP)[:, None] + j[None, :]
+    at = (u // groups).to(tl.int64)[:, None] * SIZE + in_row
+    mask = (u < units)[:, None] & (j < GROUP)[None, :] & (in_row < SIZE)
     wait(PDL)
-    values = tl.load(x + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 1)
-    scale = tl.where(largest > 0, tl.div_rn(largest, tl.full([GROUPS], LARGEST, tl.float32)), 1.0)  # round as the twin does
+    scale = tl.where(largest > 0, tl.div_rn(largest, tl.full([UNITS], LARGEST, tl.float32)), 1.0)  # round as the twin does
     narrow = tl.clamp(tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)), -LARGEST, LARGEST)
-    tl.store(out + row * SIZE + i, narrow.to(out.dtype.element_ty), mask=mask)
-    tl.store(scales + row * groups + g, scale, mask=g < groups)
+    tl.store(out + at, narrow.to(out.dtype.element_ty), mask=mask)
+    tl.store(scales + u, scale, mask=u < units)
 
 
 def narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,16 +61,17 @@ def narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tenso
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = torch.empty((rows, groups) if group else (rows,), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(own)
-    at_once = min(triton.next_power_of_2(groups), max(1, NUMBERS // block))
+    at_once = max(1, NUMBERS // block) if rows * groups > NUMBERS // block * FULL else 1
     if rows:
-        launch(_narrow, (rows, triton.cdiv(groups, at_once)))(
+        launch(_narrow, (triton.cdiv(rows * groups, at_once),))(
             x,
             out,
             scales,
+            rows * groups,
             SIZE=size,
             GROUP=own,
             BLOCK=block,
-            GROUPS=at_once,
+            UNITS=at_once,
             LARGEST=LARGEST,
             num_warps=warps_of_row(block * at_once),
             **pdl_options(x.device),
@@ -140,6 +154,41 @@ def linear(
     """Multiply narrow [rows, inputs] by weight [outputs, inputs], both float8, with x_scales [rows] and scales [outputs] float32 -> [rows, outputs]
     bfloat16."""
     return torch._scaled_mm(narrow, weight.t(), scale_a=x_scales[:, None], scale_b=scales[None, :], bias=bias, out_dtype=dtype, use_fast_accum=True)
+
+
+def takes_blocks(weight: torch.Tensor, scales: torch.Tensor, group: int) -> bool:
+    """True if `linear_of_blocks` can multiply this weight."""
+    outputs, inputs = weight.shape
+    return group == BLOCK and len(scales) * BLOCK == outputs and inputs % (PADDED * BLOCK) == 0
+
+
+def linear_of_blocks(
+    narrow: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """`linear` with x_scales [rows, inputs / BLOCK] and scales [outputs / BLOCK, inputs / BLOCK], for a weight that `takes_blocks`."""
+    rows = len(narrow)
+    if rows % PADDED:
+        narrow = torch.nn.functional.pad(narrow.view(torch.uint8), (0, 0, 0, -rows % PADDED)).view(narrow.dtype)
+        x_scales = torch.nn.functional.pad(x_scales, (0, 0, 0, -rows % PADDED))
+    kinds = torch.nn.functional.ScalingType
+    by_groups = x_scales.t().contiguous().t()  # rows next to each other
+    y = torch.nn.functional.scaled_mm(narrow, weight.t(), by_groups, kinds.BlockWise1x128, scales.t(), kinds.BlockWise128x128, output_dtype=dtype)[
+        :rows
+    ]
+    return y if bias is None else y + bias
+
+
+def check_blocks(device: torch.device) -> None:
+    """Raise unless `linear_of_blocks` computes correct values here: cuBLAS has such products from CUDA 12.9 on, for Hopper."""
+    numbers = torch.arange(256 * 512, device=device).remainder(7).sub(3).view(256, 512)
+    x, weight = numbers[:21].bfloat16(), numbers.to(torch.float8_e4m3fn)
+    x_scales = torch.arange(1, 85, device=device).view(21, 4) / 4
+    scales = torch.arange(1, 9, device=device).view(2, 4) / 2
+    ours = linear_of_blocks(x.to(torch.float8_e4m3fn), x_scales, weight, scales, None, x.dtype)
+    wide = weight.double() * scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    exact = (x.double() * x_scales.repeat_interleave(BLOCK, 1)) @ wide.t()
+    if not torch.allclose(ours.double(), exact, rtol=2**-7, atol=exact.abs().max().item() * 2**-7):
+        raise DovetailError("it computes wrong numbers")
 
 
 def check(device: torch.device) -> None:

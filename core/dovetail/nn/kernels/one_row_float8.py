@@ -43,12 +43,29 @@ REGISTERS = 128  # per thread, with half of them for weights: four programs fit 
 
 
 @gluon.jit
-def _index(size: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
+def index(size: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
     """Return 0 to size - 1 along one of three dimensions; the others have size 1."""
     first: gl.constexpr = 1 if dim == 0 else 0
     second: gl.constexpr = 1 if dim == 2 else 2
     numbers = gl.arange(0, size, layout=gl.SliceLayout(first, gl.SliceLayout(second, layout)))
     return gl.expand_dims(gl.expand_dims(numbers, first), second)
+
+
+@gluon.jit
+def added(sums, weights, inputs, scales):
+    """Return sums plus the products, on the diagonal, of a chunk's weights [warps, outputs and slices, SLICE] and inputs [warps, SLICE, slices]
+    float32, times `scales` [warps, outputs and slices, 1], or a number."""
+    num_warps: gl.constexpr = sums.shape[0]
+    rows: gl.constexpr = sums.shape[1]
+    layout: gl.constexpr = sums.type.layout
+    largest = gl.max(gl.abs(inputs), 1).to(gl.int32, bitcast=True)
+    power = gl.maximum(largest & 0x7F800000, 22 << 23)  # of two, as float32 bits; clamped so that its reciprocal is finite
+    factor = ((254 << 23) - power + (14 << 23)).to(gl.float32, bitcast=True)
+    back = (power - (14 << 23)).to(gl.float32, bitcast=True)
+    narrow = (inputs * gl.expand_dims(factor, 1)).to(gl.float16)
+    products = mma_v2(weights.to(gl.float16), narrow, gl.zeros([num_warps, rows, 8], gl.float32, layout=layout))
+    wanted = gl.where(index(rows, 1, layout) % 8 == index(8, 2, layout), 1.0, 0.0)
+    return gl.fma(products, wanted * gl.convert_layout(gl.expand_dims(back, 1), layout) * scales, sums)
 
 
 @gluon.jit
@@ -58,7 +75,7 @@ def _linear(
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
     out,  # [outputs]; ADDS: accumulated into
-    scales,  # [outputs]; GROUPS: [outputs / SHARING, GROUPS], for SLICE inputs each; GATED: gates', then ups'
+    scales,  # [outputs]; GROUPS: [outputs / SHARING, GROUPS], for GROUP inputs each; GATED: gates', then ups'
     outputs,  # GATED: pairs
     eps,
     INPUTS: gl.constexpr,
@@ -70,6 +87,7 @@ def _linear(
     ADDS: gl.constexpr,
     BIASED: gl.constexpr,
     GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
     SHARING: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
@@ -85,11 +103,11 @@ def _linear(
     inputs_layout: gl.constexpr = gl.DotOperandLayout(1, sums_layout, 16)
     first = gl.program_id(0) * N
 
-    row, i = _index(rows, 1, weights_layout), _index(SLICE, 2, weights_layout)
+    row, i = index(rows, 1, weights_layout), index(SLICE, 2, weights_layout)
     n = first + row // 8 // per_output + row // 8 % per_output * outputs
-    k, s = _index(SLICE, 1, inputs_layout), _index(8, 2, inputs_layout)
-    of_warp, of_inputs_warp = _index(num_warps, 0, weights_layout) * (8 * SLICE), _index(num_warps, 0, inputs_layout) * (8 * SLICE)
-    if GROUPS > 0:  # a slice has one scale
+    k, s = index(SLICE, 1, inputs_layout), index(8, 2, inputs_layout)
+    of_warp, of_inputs_warp = index(num_warps, 0, weights_layout) * (8 * SLICE), index(num_warps, 0, inputs_layout) * (8 * SLICE)
+    if GROUPS > 0 or SLICE == 64:  # a slice has one scale, or a warp's loads are contiguous anyway
         at_weight = of_warp + row % 8 * SLICE + i
         at_input = of_inputs_warp + s * SLICE + k
     else:  # interleave halves of slices, so that a warp's loads are contiguous
@@ -104,12 +122,12 @@ def _linear(
             weights += (gl.load(place),)
         else:
             weights += (gl.load(place, mask=at_weight + chunk * chunk_inputs < INPUTS, other=0.0),)
-    sums_row = _index(rows, 1, sums_layout)
+    sums_row = index(rows, 1, sums_layout)
     if GROUPS > 0:
         of_output = first + sums_row // 8 // per_output + sums_row // 8 % per_output * outputs
-        group = _index(num_warps, 0, sums_layout) * 8 + sums_row % 8
+        group = index(num_warps, 0, sums_layout) * 8 + sums_row % 8
         for chunk in gl.static_range(CHUNKS):
-            own = group + chunk * (num_warps * 8)
+            own = (group + chunk * (num_warps * 8)) * SLICE // GROUP
             group_scales += (gl.load(scales + of_output // SHARING * GROUPS + own, mask=own < GROUPS, other=0.0),)
     if PDL:
         gdc_wait()
@@ -122,19 +140,9 @@ def _linear(
             squares = gl.fma(values, values, squares)
             values *= gl.load(norm + at, mask=at < INPUTS, other=0.0).to(gl.float32)  # the rest of the norm is one factor, applied last
         inputs += (values,)
-    wanted = gl.where(sums_row % 8 == _index(8, 2, sums_layout), 1.0, 0.0)
     sums = gl.zeros([num_warps, rows, 8], gl.float32, layout=sums_layout)
     for chunk in gl.static_range(CHUNKS):
-        largest = gl.max(gl.abs(inputs[chunk]), 1).to(gl.int32, bitcast=True)
-        power = gl.maximum(largest & 0x7F800000, 22 << 23)  # of two, as float32 bits; clamped so that its reciprocal is finite
-        factor = ((254 << 23) - power + (14 << 23)).to(gl.float32, bitcast=True)
-        back = (power - (14 << 23)).to(gl.float32, bitcast=True)
-        narrow = (inputs[chunk] * gl.expand_dims(factor, 1)).to(gl.float16)
-        products = mma_v2(weights[chunk].to(gl.float16), narrow, gl.zeros([num_warps, rows, 8], gl.float32, layout=sums_layout))
-        scaling = wanted * gl.convert_layout(gl.expand_dims(back, 1), sums_layout)
-        if GROUPS > 0:
-            scaling *= group_scales[chunk]
-        sums = gl.fma(products, scaling, sums)
+        sums = added(sums, weights[chunk], inputs[chunk], group_scales[chunk] if GROUPS > 0 else 1.0)
 
     across: gl.constexpr = min(32, 32 * num_warps // N)  # threads that sum an output, or two adjacent ones
     by_output: gl.constexpr = gl.BlockedLayout([per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0])
@@ -184,7 +192,8 @@ def linear(
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if into is None else into
     norm_weight, eps = norm or (x, 0.0)
     groups = scales.shape[1] if scales.ndim == 2 else 0
-    chunks = ceil(inputs / CHUNK)
+    size = slice_of(inputs)
+    chunks = ceil(inputs / (WARPS * SLICES * size))
     at_once = at_once or outputs_at_once(weight, gated)
     of_program = at_once // (2 if gated else 1)
     launch(_linear, (outputs // of_program,))(
@@ -198,19 +207,25 @@ def linear(
         eps,
         INPUTS=inputs,
         CHUNKS=chunks,
-        SLICE=SLICE,
+        SLICE=size,
         N=of_program,
         NORMED=norm is not None,
         GATED=gated,
         ADDS=adds,
         BIASED=bias is not None,
         GROUPS=groups,
+        GROUP=SLICE,
         SHARING=len(weight) // len(scales),
         num_warps=WARPS,
         maxnreg=REGISTERS if groups == 0 and 8 * at_once * chunks <= REGISTERS // 2 else None,
         **pdl_options(x.device),
     )
     return out
+
+
+def slice_of(inputs: int) -> int:
+    """Return the inputs of a slice: such that all warps have some."""
+    return SLICE if inputs > CHUNK // 2 else SLICE // 2
 
 
 def outputs_at_once(weight: torch.Tensor, gated: bool) -> int:
