@@ -22,6 +22,7 @@ import torch
 from bench.limits import BYTES, Limits, measure_limits, require_gpu, seconds
 from bench.shapes import EXPERT_BYTES, SHAPES, Shape
 from dovetail.nn.kernels import experts as kernels
+from dovetail.nn.kernels.available import has_float8_products
 from dovetail.nn.kernels.experts import Few, FewTiling, Many, Stored, Tiling
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail.runtime.recording import record
@@ -61,7 +62,7 @@ def layer_of(shape: Shape, checkpoint: str | None) -> Layer:
         if checkpoint == "fp8":
             codes = torch.randint(0, 96, (count, outputs, inputs), device="cuda", dtype=torch.uint8)
             scales = torch.full((count, -(-outputs // 128), -(-inputs // 128)), 0.02, device="cuda")
-            return Stored(codes.view(torch.float8_e4m3fn), inputs, scales, None, 128, kernels.FLOAT8)
+            return Stored(codes.view(torch.float8_e4m3fn), inputs, scales, None, 128, kernels.FLOAT8, has_float8_products(scales.device))
         codes = torch.randint(0, 256, (count, outputs, fp4_bytes), device="cuda", dtype=torch.uint8)
         scales = torch.full((count, inputs // 32, outputs), 120, device="cuda", dtype=torch.uint8)
         return Stored(codes, inputs, scales, None, 32, kernels.FP4)
@@ -93,8 +94,14 @@ def calls(layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool) ->
             continue
         places, blocks = kernels.sort(ids, layer.count, tiling.rows)
         out = torch.empty(ids.numel(), outputs, device="cuda", dtype=torch.bfloat16)
-        found.append(lambda a=(source, stored, None, weights, places, blocks, out, tiling, around): kernels.many_layer(*a))
+        run = kernels.float8_layer if narrows(layer, tokens) else kernels.many_layer
+        found.append(lambda a=(source, stored, None, weights, places, blocks, out, tiling, around), run=run: run(*a))
     return found
+
+
+def narrows(layer: Layer, tokens: int) -> bool:
+    """True if inputs of this many tokens are rounded to float8."""
+    return layer.gate_up.narrows and tokens * layer.per_token > kernels.NARROW_FROM * layer.count
 
 
 def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | Tiling]:
@@ -106,6 +113,12 @@ def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | T
     if tokens < 4:
         return
     average = pairs / layer.count
+    if narrows(layer, tokens):
+        for rows, n, stages, warps in itertools.product((64, 128), (64, 128, 256), (3, 4, 5), (4, 8)):
+            held = rows * n * (2 if first else 1) // (32 * warps)  # sums of a thread
+            if 32 <= held <= 128 and kernels.CHUNK * (rows + (2 if first else 1) * n) * stages <= 220 << 10:
+                yield Tiling(rows, n, kernels.CHUNK, stages, warps)
+        return
     narrow = layer.gate_up.kind != kernels.PLAIN  # these have a chunk of their own, and fewer bytes of it
     chunks, stages_tried = ((kernels.CHUNK,), (3, 4, 5, 6, 8)) if narrow else ((64, 128), (2, 3, 4, 5))
     for rows, n, k, stages, warps in itertools.product((16, 32, 64, 128), (32, 64, 128), chunks, stages_tried, (4, 8)):
@@ -142,13 +155,14 @@ def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
     return min(sums, key=lambda choice: sums[choice])
 
 
-def tell(layer: Layer, tokens: int, choice: Few | Many, limits: Limits, weight_bytes: float) -> None:
-    """The whole of a layer, sorting included."""
+def tell(layer: Layer, tokens: int, tuned: Few | Many | None, limits: Limits, weight_bytes: float) -> None:
+    """The whole of a layer, sorting included, as chosen now unless it is `tuned`."""
+    choice = tuned or kernels.choice_for(tokens, layer.per_token, layer.gate_up, layer.down.inputs)
     steps = list(layer.steps(tokens))
     distinct = sum(len(ids.unique()) for _, _, ids, _ in steps) / len(steps)
     weights = layer.gate_up.outputs * layer.gate_up.inputs + layer.down.outputs * layer.down.inputs
     around = (layer.gate_up, layer.down, None, None, "silu")
-    us = us_of([lambda x=x, a=(ids, w, choice): kernels.experts(x, *around, *a) for x, _, ids, w in steps])
+    us = us_of([lambda x=x, a=(ids, w, tuned): kernels.experts(x, *around, *a) for x, _, ids, w in steps])
     read = weight_bytes * weights * distinct / limits.copy_bytes_per_s
     floor = 1e6 * max(read, 2 * weights * tokens * layer.per_token / limits.flop_per_s)
     print(f"    {tokens}: {choice},  # {us:.1f} us, {distinct:.1f} experts, {100 * floor / us:.0f} % of the floor", flush=True)
@@ -169,7 +183,7 @@ def main() -> None:
         weight_bytes = EXPERT_BYTES.get(args.checkpoint, BYTES)
         print(f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s", flush=True)
         for tokens in args.tokens:
-            tell(layer, tokens, kernels.choice_for(tokens, layer.per_token, layer.gate_up, layer.down.inputs), limits, weight_bytes)
+            tell(layer, tokens, None, limits, weight_bytes)
             if args.tune:
                 tell(layer, tokens, tune(layer, tokens, args.best), limits, weight_bytes)
 
