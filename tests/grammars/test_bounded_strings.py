@@ -51,8 +51,10 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def backend(context: GrammarContext, **options: Any) -> LLGuidance:
-    return LLGuidance(GrammarOptions(threads=2, **options), context)
+@cache
+def backend(name: str, **options: Any) -> LLGuidance:
+    """Return a backend for the vocabulary of that name. It takes a second to make: all of 150,000 tokens are read."""
+    return LLGuidance(GrammarOptions(threads=2, **options), vocabulary(name))
 
 
 def compiled(backend: LLGuidance, schema: Any) -> tuple[LLGrammar, LLGrammar]:
@@ -77,7 +79,7 @@ def structural(name: str) -> set[int]:
 @pytest.mark.parametrize("whitespace", ["compact", "flexible"])
 def test_every_mask_of_an_answer_is_the_library_s_own(name: str, whitespace: str) -> None:
     context = vocabulary(name)
-    grammar, oracle = compiled(backend(context, whitespace=whitespace), SCHEMA)
+    grammar, oracle = compiled(backend(name, whitespace=whitespace), SCHEMA)
     tabled = 0
     for seed in range(WALKS):
         chance = random.Random(seed)
@@ -109,7 +111,7 @@ def test_every_mask_of_an_answer_is_the_library_s_own(name: str, whitespace: str
 
 def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_library() -> None:
     context = vocabulary("byte-level")
-    llguidance = backend(context)
+    llguidance = backend("byte-level")
     quote = context.token_bytes.index(b'"')
     for room in range(22):
         ours, theirs = (grammar.begin() for grammar in compiled(llguidance, {**STRING, "maxLength": room}))
@@ -140,7 +142,7 @@ def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_
 )
 def test_every_mask_of_an_object_is_the_library_s_own_whichever_keys_it_may_have(schema: Any) -> None:
     context = vocabulary("byte-level")
-    grammar, oracle = compiled(backend(context), {"anyOf": [schema, {**STRING, "maxLength": 1}]})
+    grammar, oracle = compiled(backend("byte-level"), {"anyOf": [schema, {**STRING, "maxLength": 1}]})
     assert grammar.tracker is not None
     for seed in range(WALKS if FULL else 1):
         chance = random.Random(seed)
@@ -178,7 +180,7 @@ class Counted:
 
 def test_the_library_is_asked_once_a_string() -> None:
     context = vocabulary("byte-level")
-    grammar, oracle = compiled(backend(context), {"type": "array", "items": {**STRING, "maxLength": 9}})
+    grammar, oracle = compiled(backend("byte-level"), {"type": "array", "items": {**STRING, "maxLength": 9}})
     asked: list[None] = []
     lanes = [
         Lanes(lambda _, first=lanes.firsts[0]: Counted(first.deep_copy(), asked)) for lanes in (grammar.whole, grammar.rest) if lanes is not None
