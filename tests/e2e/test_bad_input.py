@@ -36,9 +36,9 @@ MAX_LEN = 64
 HUGE = 10**5000  # more digits than Python likes to print
 
 COMPANY = {
-    "greedy": ("ROMEO:", SamplingParams(temperature=0, max_tokens=8)),
-    "seeded": ([500, 12, 7], SamplingParams(temperature=0.9, seed=7, max_tokens=8, logprobs=1)),
-    "samples": ("JULIET:\nO", SamplingParams(n=2, seed=3, max_tokens=6)),
+    "greedy": ("ROMEO:", SamplingParams(temperature=0, max_tokens=5)),
+    "seeded": ([500, 12, 7], SamplingParams(temperature=0.9, seed=7, max_tokens=5, logprobs=1)),
+    "samples": ("JULIET:\nO", SamplingParams(n=2, seed=3, max_tokens=4)),
 }
 
 
