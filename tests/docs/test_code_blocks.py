@@ -45,6 +45,7 @@ CURL_S = 60
 SIMULATE_OFTEN = ("compare", "sweep", "capacity")  # commands of the lab: only the full profile compares what they print with the page
 LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler)\"")  # of ten seconds and more: only the full profile runs it over a page's component
 FEW = 20  # requests of each simulation otherwise
+MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
 
 Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
 
@@ -102,8 +103,11 @@ def test_blocks_of_the_page_run(page: str, namespace: dict[str, object], server:
         if LONG_SUITE.search(block.text) and not FULL:
             printed = None
         elif block.language == "python":
-            code = compile("\n" * block.line + addressed(block.text, server), block.page, "exec")
+            text = block.text if FULL else with_few_requests(block.text)
+            code = compile("\n" * block.line + addressed(text, server), block.page, "exec")
             printed = "" if block.is_file else run_python(code, namespace)
+            if text != block.text:
+                printed = None
         elif block.language == "yaml":
             check_config(block)
         elif block.language == "console":
@@ -197,6 +201,11 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
     assert result.exit_code == (2 if "error:" in expected else 0), f"{block.place}: {result.output}"
     if expected:
         check_output(block, expected, result.output)
+
+
+def with_few_requests(code: str) -> str:
+    """Return this code, with few requests if it replays more than `MANY`. What it prints isn't what the page shows then."""
+    return re.sub(r"\brequests=(\d+)", lambda found: f"requests={FEW}" if "replay(" in code and int(found[1]) > MANY else found[0], code)
 
 
 def abridged(args: list[str]) -> list[str]:
