@@ -16,15 +16,30 @@ from typer.testing import CliRunner
 from dovetail.api.component import Kind
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
-from dovetail.testing import Waiver, run
+from dovetail.testing import Waiver, run, runner
 from dovetail.testing.child import SuiteRun, generated_suite
 from tests.conformance import unruly
 from tests.registry.fakes import Site, components
 from tests.registry.site import site  # noqa: F401
+from tests.support import FULL
 
 CHECK = "observer.failed_run"  # in which the unruly are unruly
 CHECKS = {CHECK, "observer.process_untouched", "observer.forgets"}  # those that play a failed run, up to the third: then the suite gives up
 LIMIT_S = 4.0
+# `dovetail.testing.runner.COMMAND`, with a suite that starts no processes of its own: test_builtins.py shows what it finds with them.
+COMMAND = """
+import sys
+from dovetail.testing import hygiene
+from dovetail.testing.child import main
+hygiene.run_python = lambda *args, **environ: None
+main(sys.argv[1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not FULL:
+        monkeypatch.setattr(runner, "COMMAND", COMMAND)
 
 
 @pytest.mark.parametrize(
