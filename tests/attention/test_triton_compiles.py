@@ -205,6 +205,24 @@ def test_layers_of_many_rows_ask_for_their_weights_before_they_wait(inputs: int,
     assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
 
 
+@pytest.mark.parametrize(("inputs", "outputs", "around"), [(4096, 6144, {}), (4096, 24_576, {"gated": True}), (12_288, 4096, {"in_parts": True})])
+def test_large_layers_of_few_rows_multiply_no_padding_and_ask_for_their_weights_first(inputs: int, outputs: int, around: dict[str, bool]) -> None:
+    from dovetail.nn.kernels import many_rows
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    x, weight = (torch.zeros(size, inputs, dtype=torch.bfloat16) for size in (5, outputs))
+    tiling = many_rows.tiling_for(weight, len(x), **around)
+    assert tiling is not None
+    with compiling_for_hopper() as kernels:
+        many_rows.linear(x, weight, tiling=tiling, **around)
+    [kernel] = kernels
+    before, after = kernel.ptx.split(DEPENDENT)
+    assert before.count("cp.async.bulk.tensor") == tiling.held * (2 if "gated" in around else 1)
+    assert "wgmma.mma_async.sync.aligned.m64n8k16" in after
+    assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
+    assert kernel.spilled_bytes == 0
+
+
 def test_the_kernels_around_attention_compile() -> None:
     from dovetail.nn.kernels import embedding, gate, logprobs, one_row, qkv, rms_norm
     from dovetail_samplers import fused

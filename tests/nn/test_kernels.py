@@ -266,6 +266,50 @@ def test_what_is_added_in_parts_is_what_is_added_at_once(rows: int, inputs: int,
     assert_close(normed, exact_norm(stream, scale, 1e-5))
 
 
+@on_a_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "around"),
+    [
+        (6144, 2048, {"biased": True}),
+        (2 * 4096, 2048, {"gated": True}),
+        (2 * 4096, 2048, {"gated": True, "biased": True}),
+        (4096, 4096, {"in_parts": True}),
+    ],
+)
+def test_rows_of_a_large_layer_are_computed_apart(outputs: int, inputs: int, around: dict[str, bool], dtype: torch.dtype) -> None:
+    torch.manual_seed(outputs)
+    gated, in_parts = "gated" in around, "in_parts" in around
+    x, weight, bias = (randn(*size, dtype=dtype) for size in ((31, inputs), (outputs, inputs), (outputs,)))
+    weight, bias = weight / inputs**0.5, bias if "biased" in around else None
+
+    def computed(rows: int) -> torch.Tensor:
+        tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts)
+        assert tiling is not None
+        out = many_rows.linear(x[:rows].contiguous(), weight, bias, tiling=tiling, gated=gated, in_parts=in_parts)
+        return out.sum(0) if in_parts else out
+
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    if gated:
+        exact = torch.nn.functional.silu(exact[:, : outputs // 2]) * exact[:, outputs // 2 :]
+    few = computed(8)
+    for rows in (2, 3, 5, 7):
+        torch.testing.assert_close(computed(rows), few[:rows], rtol=0, atol=0)
+    for rows in (8, 9, 16, 31):
+        assert_close(computed(rows).to(dtype), exact[:rows])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "around"), [(6144, 4096, {}), (24_576, 4096, {"gated": True}), (4096, 12_288, {"in_parts": True}), (151_936, 4096, {})]
+)
+def test_the_products_of_two_to_eight_rows_of_a_large_layer_are_those_of_one_tile(outputs: int, inputs: int, around: dict[str, bool]) -> None:
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    [tiling] = {many_rows.tiling_for(weight, rows, **around) for rows in range(2, 9)}
+    assert tiling is not None
+    assert tiling.outputs_first
+    assert tiling.rows == 8
+
+
 @runs_kernels
 @given(rows=st.integers(0, 5), size=st.sampled_from([1, 48, 1000, 5120]), parts=st.integers(1, 8), dtype=dtypes, seed=seeds)
 @some
@@ -281,7 +325,7 @@ def test_parts_are_added_before_the_norm(rows: int, size: int, parts: int, dtype
 @pytest.mark.parametrize(
     ("outputs", "inputs", "rows", "around"),
     [
-        (151_936, 1024, 64, {}),  # the head of Qwen3-0.6B
+        (151_936, 1024, 65, {}),  # the head of Qwen3-0.6B
         (24_576, 4096, 65, {"gated": True}),  # of Qwen3-8B
         (6144, 1024, 129, {"gated": True}),  # of Qwen3-0.6B
         (1024, 1024, 257, {}),

@@ -34,6 +34,11 @@ class Residual:
         """True if shares of several ranks are still to be added."""
         return self._shared is not None
 
+    @property
+    def is_pending(self) -> bool:
+        """True if anything is still to be added."""
+        return self._shared is not None or self._parts is not None
+
     def summed(self) -> torch.Tensor:
         """Add everything that is still to be added, and return the stream [tokens, hidden] itself: changing it in place changes the stream."""
         if self._shared is not None:

@@ -53,7 +53,7 @@ class Dense(WeightFormat):
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         stream = x if isinstance(x, Residual) else Residual(x.contiguous())
-        if norm is not None and stream.is_shared:
+        if norm is not None and stream.is_pending:
             stream, norm = Residual(stream.normed(norm)), None
         if kernel := kernel_for_few(len(stream), weight, gated):
             with suppress(KernelUnavailable):
@@ -108,7 +108,8 @@ def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_par
         return None
     from dovetail.nn.kernels import many_rows
 
-    tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts) if rows > FEW_ROWS_BESIDE_MANY else None
+    least = 1 if weight.nbytes > many_rows.LARGE_BYTES else FEW_ROWS_BESIDE_MANY
+    tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts) if rows > least else None
     return None if tiling is None else partial(many_rows.linear, tiling=tiling)
 
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: N803 (constants are upper case)
-"""Linear layer for 2 to 16 rows. Like `one_row`, a program requests all weights of some outputs before its input is available, and fuses the
-operations around the layer; but it uses tensor cores, each warp for a part of the inputs. With more rows, reading all inputs in every program costs
-more than this saves. Twin: `dovetail.nn.linear`.
+"""Linear layer of few weights for 2 to 16 rows. Like `one_row`, a program requests all weights of some outputs before its input is available, and
+fuses the operations around the layer; but it uses tensor cores, each warp for a part of the inputs. With more rows or weights, reading all inputs in
+every program costs more than this saves. Twin: `dovetail.nn.linear`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def _linear(
 
 
 def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
-    """Return a tiling for a layer's weight [outputs, inputs], or None if torch is faster. Measured with `bench.products --tune` on an H200."""
+    """Return a tiling for a layer's weight [outputs, inputs], or None if `many_rows` or torch is faster. Measured with `bench.products --tune` on an
+    H200."""
     inputs = weight.shape[1]
     chunk = inputs & -inputs  # largest power of two that divides it
     if gated:

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Linear layer for some dozens of rows, on Hopper's matrix units. Like `one_row`, a program requests weights before its input is available: the
-tensor memory accelerator loads as many as fit into shared memory. Twin: `dovetail.nn.linear`.
+"""Linear layer for a few to some dozens of rows, on Hopper's matrix units. Like `one_row`, a program requests weights before its input is
+available: the tensor memory accelerator loads as many as fit into shared memory. Twin: `dovetail.nn.linear`.
 
 A program computes a tile of the output, over all inputs or over a part of them:
 
@@ -9,6 +9,9 @@ A program computes a tile of the output, over all inputs or over a part of them:
                        wait           until the previous kernel has written the input
     inputs   | chunk 0 | chunk 1 | …  through a ring of stages
     products   chunk 0,  chunk 1,  …  each as soon as both are loaded; then their buffers are reused
+
+Matrix units multiply at least 64 rows by 8 columns. With fewer than 64 rows the tile is computed transposed: its outputs are the rows, so that 2 to 8
+rows of the input are multiplied as 8. A row's result doesn't depend on the others.
 """
 
 from __future__ import annotations
@@ -42,11 +45,13 @@ MOST_ROWS_OF_FLOAT8 = {(False, False): 128, (True, False): 64, (False, True): 25
 MOST_ROWS_OF_BLOCKS = 256  # likewise for float8 with block scales
 CHUNK_OF_GROUPS = 128  # inputs per scale, if weights have block scales
 MOST_BYTES = {1: 256 << 20, 2: 96 << 20, 4: 24 << 20}  # of weights, by the number of row tiles; likewise
-MOST_BYTES_OF_HALF_A_TILE = 16 << 20  # likewise if half a tile (in parts: a quarter) holds all rows
+LARGE_BYTES, VERY_LARGE_BYTES = 16 << 20, 128 << 20  # of weights; above, 2 to 32 or 2 to 64 rows have tilings for large layers
+LEAST_PROGRAMS = 40  # of such tilings; fewer weren't measured
 MOST_INPUTS = 2048  # with several tiles, unless in parts
 SHARED_BYTES = 208 << 10  # of a multiprocessor for these programs; the rest is for neighboring kernels
 PROCESSORS = 132
-GROUP_ROWS = 64  # computed by four warps together
+GROUP_ROWS = 64  # computed by four warps together; or outputs, if there are fewer rows
+LEAST_ROWS = 8  # of a tile
 MOST_STAGES = 8  # of the ring of inputs
 LEAST_STAGES = 4
 MOST_PARTS = 4
@@ -64,6 +69,20 @@ class Tiling:
     chunk: int
     held: int
     stages: int
+
+    @property
+    def outputs_first(self) -> bool:
+        """True if matrix units take the outputs as rows, of which they need `GROUP_ROWS`, since there are fewer rows."""
+        return self.rows < GROUP_ROWS
+
+
+@gluon.jit
+def _operands(inputs, weights, OUTPUTS_FIRST: gl.constexpr):
+    """Return the operands of a product of inputs [M, K] and weights [N, K]: of [M, N] sums, or [N, M]."""
+    if OUTPUTS_FIRST:
+        return weights, inputs.permute((1, 0))
+    else:
+        return inputs, weights.permute((1, 0))
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -87,12 +106,17 @@ def _linear(
     SCALED: gl.constexpr,
     GROUPS: gl.constexpr,
     SHARING: gl.constexpr,  # a multiple of N
+    OUTPUTS_FIRST: gl.constexpr,  # compute the tile's transpose
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x.dtype
     size: gl.constexpr = 1 if SCALED else 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, N, 32 // size])
+    across: gl.constexpr = M if OUTPUTS_FIRST else N
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, across, 32 // size])
+    along_rows: gl.constexpr = 0 if OUTPUTS_FIRST else 1  # dimension to add to numbers of rows
+    along_outputs: gl.constexpr = 1 - along_rows
+    shape: gl.constexpr = [N, M] if OUTPUTS_FIRST else [M, N]
     input_bytes: gl.constexpr = M * K * size
     weight_bytes: gl.constexpr = N * K * size * (2 if GATED else 1)
     m0, n0, part = gl.program_id(1) * M, gl.program_id(0) * N, gl.program_id(2)
@@ -123,11 +147,11 @@ def _linear(
     for i in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(x, [m0, k0 + i * K], input_there.index(i), inputs.index(i))
 
-    n = n0 + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-    m = m0 + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
-    sums = gl.zeros([M, N], gl.float32, layout=layout)
+    n = n0 + gl.arange(0, N, layout=gl.SliceLayout(along_outputs, layout))
+    m = m0 + gl.arange(0, M, layout=gl.SliceLayout(along_rows, layout))
+    sums = gl.zeros(shape, gl.float32, layout=layout)
     if GATED:
-        up_sums = gl.zeros([M, N], gl.float32, layout=layout)
+        up_sums = gl.zeros(shape, gl.float32, layout=layout)
     if GROUPS > 0:  # the tile's outputs share scales
         row_scales = x_scales + m * GROUPS + part * CHUNKS
         weight_scales = scales + n0 // SHARING * GROUPS + part * CHUNKS
@@ -141,11 +165,14 @@ def _linear(
     for k in range(CHUNKS):
         mbarrier.wait(weight_there.index(k % HELD), (k // HELD) & 1)
         mbarrier.wait(input_there.index(k % STAGES), (k // STAGES) & 1)
+        left, right = _operands(inputs.index(k % STAGES), weights.index(k % HELD), OUTPUTS_FIRST)
+        if GATED:
+            up_left, up_right = _operands(inputs.index(k % STAGES), ups.index(k % HELD), OUTPUTS_FIRST)
         if GROUPS > 0:  # scale the sums of each group before adding them
-            zeros = gl.zeros([M, N], gl.float32, layout=layout)
-            some = warpgroup_mma(inputs.index(k % STAGES), weights.index(k % HELD).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            zeros = gl.zeros(shape, gl.float32, layout=layout)
+            some = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
             if GATED:
-                more_ups = warpgroup_mma(inputs.index(k % STAGES), ups.index(k % HELD).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                more_ups = warpgroup_mma(up_left, up_right, zeros, use_acc=False, is_async=True)
             scale, there = next_scale, (m < rows) & (k + 1 < CHUNKS)
             of_row = gl.load(row_scales + k + 1, mask=there, other=0.0)
             next_scale = of_row * gl.load(weight_scales + k + 1, mask=k + 1 < CHUNKS, other=0.0)
@@ -153,14 +180,14 @@ def _linear(
                 up_scale = next_up_scale
                 next_up_scale = of_row * gl.load(weight_scales + outputs // SHARING * GROUPS + k + 1, mask=k + 1 < CHUNKS, other=0.0)
                 some, more_ups = warpgroup_mma_wait(0, deps=[some, more_ups])
-                up_sums += more_ups * gl.expand_dims(up_scale, 1)
+                up_sums += more_ups * gl.expand_dims(up_scale, along_rows)
             else:
                 some = warpgroup_mma_wait(0, deps=[some])
-            sums += some * gl.expand_dims(scale, 1)
+            sums += some * gl.expand_dims(scale, along_rows)
         else:
-            sums = warpgroup_mma(inputs.index(k % STAGES), weights.index(k % HELD).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma(left, right, sums, is_async=True)
             if GATED:
-                up_sums = warpgroup_mma(inputs.index(k % STAGES), ups.index(k % HELD).permute((1, 0)), up_sums, is_async=True)
+                up_sums = warpgroup_mma(up_left, up_right, up_sums, is_async=True)
         if STAGES < CHUNKS or HELD < CHUNKS:
             if GROUPS > 0:
                 pass
@@ -187,18 +214,18 @@ def _linear(
         else:
             sums = warpgroup_mma_wait(0, deps=[sums])
         if SCALED:
-            of_rows = gl.expand_dims(gl.load(x_scales + m, mask=m < rows, other=0.0), 1)
-            sums *= of_rows * gl.expand_dims(gl.load(scales + n), 0)
+            of_rows = gl.expand_dims(gl.load(x_scales + m, mask=m < rows, other=0.0), along_rows)
+            sums *= of_rows * gl.expand_dims(gl.load(scales + n), along_outputs)
             if GATED:
-                up_sums *= of_rows * gl.expand_dims(gl.load(scales + outputs + n), 0)
+                up_sums *= of_rows * gl.expand_dims(gl.load(scales + outputs + n), along_outputs)
     if BIASED:
-        sums += gl.expand_dims(gl.load(bias + n).to(gl.float32), 0)
+        sums += gl.expand_dims(gl.load(bias + n).to(gl.float32), along_outputs)
     if GATED:
         if BIASED:
-            up_sums += gl.expand_dims(gl.load(bias + outputs + n).to(gl.float32), 0)
+            up_sums += gl.expand_dims(gl.load(bias + outputs + n).to(gl.float32), along_outputs)
         sums = sums / (1.0 + gl.exp(-sums)) * up_sums
-    at_out = gl.expand_dims(part * rows + m, 1) * outputs + gl.expand_dims(n, 0)
-    gl.store(out + at_out, sums.to(out.dtype.element_ty), mask=gl.expand_dims(m < rows, 1))
+    at_out = gl.expand_dims(part * rows + m, along_rows) * outputs + gl.expand_dims(n, along_outputs)
+    gl.store(out + at_out, sums.to(out.dtype.element_ty), mask=gl.expand_dims(m < rows, along_rows))
 
 
 def tiling_for(weight: torch.Tensor, rows: int, *, gated: bool = False, in_parts: bool = False, sharing: int = 0) -> Tiling | None:
@@ -207,14 +234,29 @@ def tiling_for(weight: torch.Tensor, rows: int, *, gated: bool = False, in_parts
     outputs, inputs = weight.shape
     if weight.element_size() == 1:
         return _tiling_of_float8(rows, inputs, outputs // (2 if gated else 1), gated, in_parts, sharing)
+    if weight.nbytes > (LARGE_BYTES if rows <= GROUP_ROWS // 2 else VERY_LARGE_BYTES) and rows <= GROUP_ROWS:
+        tiling = _tiling_of_large(rows, inputs, outputs // (2 if gated else 1), 2 if gated else 1, in_parts)
+        if tiling is not None:
+            return tiling
     tiles = 1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()  # round up to a power of two: each tiling is a kernel to compile
     if rows > MOST_ROWS or weight.nbytes > MOST_BYTES[tiles]:
         return None
-    if rows <= GROUP_ROWS // (4 if in_parts else 2) and weight.nbytes > MOST_BYTES_OF_HALF_A_TILE:
+    if rows <= GROUP_ROWS // (4 if in_parts else 2) and weight.nbytes > LARGE_BYTES:
         return None
     if (tiles > 1 and inputs > MOST_INPUTS and not in_parts) or (tiles > 2 and gated):
         return None
     return _cheapest(tiles * GROUP_ROWS, inputs, outputs // (2 if gated else 1), 2 if gated else 1, in_parts)
+
+
+def _tiling_of_large(rows: int, inputs: int, outputs: int, per_output: int, in_parts: bool) -> Tiling | None:
+    """Return a tiling for a layer of more weights than multiprocessors hold, measured on an H100: one program per multiprocessor, with as many
+    weights in flight as fit, and parts if there are too few programs."""
+    tiles, m = outputs // GROUP_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    most = min(MOST_PARTS, PROCESSORS // max(1, tiles)) if in_parts else 1
+    parts = max((parts for parts in range(1, most + 1) if inputs % (parts * 128) == 0), default=1)
+    if outputs % GROUP_ROWS or tiles * parts < LEAST_PROGRAMS:
+        return None
+    return _with_room(m, GROUP_ROWS, parts, inputs // parts, per_output, SHARED_BYTES, 2, (128, 64))
 
 
 def _tiling_of_float8(rows: int, inputs: int, outputs: int, gated: bool, in_parts: bool, sharing: int) -> Tiling | None:
@@ -327,7 +369,8 @@ def linear(
         SCALED=scales is not None,
         GROUPS=groups,
         SHARING=len(weight) // len(scales) if groups and scales is not None else 1,
-        num_warps=4 * tiling.rows // GROUP_ROWS,
+        OUTPUTS_FIRST=tiling.outputs_first,
+        num_warps=4 * max(tiling.rows, GROUP_ROWS) // GROUP_ROWS,
         **pdl_options(x.device),
     )
     return out
@@ -335,8 +378,9 @@ def linear(
 
 def check(device: torch.device) -> None:
     """Raise unless it computes correct values here: Gluon may change between versions of Triton."""
-    numbers = torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)  # small integers, so that sums are exact
+    numbers = torch.arange(64 * 256, device=device).remainder(7).sub(3).view(64, 256)  # small integers, so that sums are exact
     x, weight = numbers[:20].bfloat16(), numbers.bfloat16()
-    ours = linear(x, weight, tiling=Tiling(64, 32, 1, 64, 3, 3))
-    if not torch.equal(ours, (x.float() @ weight.float().t()).bfloat16()):
-        raise DovetailError("it computes wrong numbers")
+    exact = (x.float() @ weight.float().t()).bfloat16()
+    for rows, tiling in ((20, Tiling(64, 32, 1, 64, 3, 3)), (5, Tiling(8, 64, 1, 64, 3, 3))):
+        if not torch.equal(linear(x[:rows], weight, tiling=tiling), exact[:rows]):
+            raise DovetailError("it computes wrong numbers")
