@@ -26,7 +26,7 @@ from bench.compiling import GPUS, Compiled, compiling_for
 from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVLayout
-from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import (
     delta_rule,
@@ -175,7 +175,8 @@ def launch_layers(dtype: torch.dtype) -> None:
         gate.silu_mul(torch.zeros(5, 2 * INTERMEDIATE, dtype=dtype))
         state = RowState(4, 64, KVLayout((CacheGroup((0,), 16),), 1, "none"), torch.device("cpu"))
         rows = torch.arange(4)
-        decode_rows_kernels.append(state, rows, *decode_rows_kernels.last_tokens(state, rows)[::-1], x[:4])
+        lines = Lines(rows, torch.zeros(4, dtype=torch.int32))
+        decode_rows_kernels.append(state, lines, *decode_rows_kernels.last_tokens(state, lines)[::-1], x[:4])
         slots_kernel.put_slots(rows, state.tables, torch.ones(1, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64), 4, 0, state.row_width)
         if dtype != torch.float32:
             for rows_of_layer in ROWS:
@@ -187,7 +188,7 @@ def launch_experts(dtype: torch.dtype) -> None:
     hidden, inner, count = HIDDEN[0], 256, 8
     gate_up = experts.Stored(torch.zeros(count, 2 * inner, hidden, dtype=dtype), hidden)
     down = experts.Stored(torch.zeros(count, hidden, inner, dtype=dtype), inner)
-    for tokens in (1, 20):
+    for tokens in (1, 20, experts.SORTED_AT_ONCE // 2 + 1):
         ids, weights = routing.choose(torch.zeros(tokens, count), 2, normalize=True)
         experts.experts(torch.zeros(tokens, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
 
@@ -280,10 +281,10 @@ def launch_sampling(dtype: torch.dtype) -> None:
     sampler.update([], list(enumerate(rows)))
     host_rows = np.arange(len(rows))
     logits = torch.zeros(len(rows), VOCAB, dtype=dtype)
-    on_device = torch.from_numpy(host_rows)
+    lines = Lines(torch.from_numpy(host_rows), torch.zeros(len(rows), dtype=torch.int32))
     for capture in Capture:
-        sampler.sample_captured(logits, on_device, capture)
-    sampler.sample(logits, on_device, host_rows)
+        sampler.sample_captured(logits, lines, capture)
+    sampler.sample(logits, lines, host_rows)
 
 
 def entry_points() -> set[str]:
@@ -292,8 +293,9 @@ def entry_points() -> set[str]:
     for path in (ROOT / top for top in ("core", "plugins", "apps")):
         for file in path.rglob("*.py"):
             neighbour = file.stem  # `launch(_linear, …)` names a function of its own file, `launch(triton_cache.scatter, …)` one of a neighbour's
-            for module, name in re.findall(r"\blaunch\((?:(\w+)\.)?(\w+), \(", file.read_text()):
-                found.add(f"{file.parent.name}.{module or neighbour}.{name}")
+            for module, name in re.findall(r"\b_?launch(?:_sorted)?\((?:(\w+)\.)?(\w+), \(", file.read_text()):
+                if name != "kernel":  # the argument of `_launch_sorted`
+                    found.add(f"{file.parent.name}.{module or neighbour}.{name}")
     return found
 
 

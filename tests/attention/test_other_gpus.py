@@ -24,7 +24,13 @@ pytestmark = pytest.mark.skipif(
 
 MOST_SPILLED = 512  # bytes of a thread
 MOST_SPILLED_ON_TURING = 4096  # for decode of 8 and more query heads a KV head: products without matrix units keep it all in registers
-FOR_HOPPER_ALONE = {"kernels.many_rows._linear", "kernels.one_row_float8._linear", "dovetail_attention.triton_prefill_hopper.prefill_hopper"}
+FOR_HOPPER_ALONE = {
+    "kernels.many_rows._linear",
+    "kernels.one_row_float8._linear",
+    "kernels.few_experts_float8._multiply",
+    "kernels.experts._sorted_float8",
+    "dovetail_attention.triton_prefill_hopper.prefill_hopper",
+}
 ON_MATRIX_UNITS = {"kernels.few_rows._linear", "kernels.delta_rule._prepare", "kernels.delta_rule._carry", "kernels.mamba2._carry"}
 OF_4_BITS = {"kernels.streamed._linear", "kernels.one_row_int4._linear_int4", "kernels.widened._widen"}
 OF_FLOAT8 = {"kernels.float8_products._narrow", "kernels.float8_products._norm_and_narrow"}
