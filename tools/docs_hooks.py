@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.cli.app import app
-from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.config import COMPONENT_KEYS, EngineConfig, Speculation
 from dovetail.config_schema import json_schema
 from dovetail.front.vllm_args import TABLE
 from dovetail.limits import Limits
@@ -43,6 +43,7 @@ KIND_TITLES: dict[Kind, str] = {
     "grammar": "Grammar backends",
     "executor": "Executors",
     "observer": "Observers",
+    "drafter": "Drafters",
 }
 
 
@@ -89,6 +90,7 @@ def config_keys() -> str:
     """Return a table of all keys of `engine.yaml`."""
     properties = json_schema(built_ins())["properties"]
     types = {key: _choice_type(key) for key in COMPONENT_KEYS} | dict.fromkeys(("plugins", "limits"), "mapping, see below")
+    types["speculation"] = "`null` or mapping, see below"
     types["model"] = "string or mapping"
     return _table(EngineConfig, properties, "key", types=types)
 
@@ -96,6 +98,12 @@ def config_keys() -> str:
 def plugins_keys() -> str:
     """Return a table of the keys below `plugins`."""
     return _table(PluginSelection, PluginSelection.model_json_schema()["properties"], "key", prefix="plugins.")
+
+
+def speculation_keys() -> str:
+    """Return a table of the keys below `speculation`."""
+    properties = json_schema(built_ins())["$defs"]["Speculation"]["properties"]
+    return _table(Speculation, properties, "key", prefix="speculation.", types={"drafter": _choice_type("speculation.drafter")})
 
 
 def limits_keys() -> str:
@@ -246,6 +254,8 @@ def _type(schema: Mapping[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(_code(str(value)) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
+        if "prefixItems" in schema:
+            return f"list of {', '.join(map(_type, schema['prefixItems']))}"
         return f"list, each {_type(schema['items'])}"
     if schema.get("type") == "object":
         values = schema["additionalProperties"]
@@ -305,6 +315,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,
+    "speculation keys": speculation_keys,
     "server settings": server_settings,
     "job keys": job_keys,
     "request fields": request_fields,

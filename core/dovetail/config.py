@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 YAML_SUFFIXES = (".yaml", ".yml")
 
 MAX_COUNT = 2**31 - 1  # tokens, rows or blocks: devices count in 32 bits
+MAX_DRAFTS = 64  # a step of so many lines a row takes longer than drafts of that length ever save
 
 COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "scheduler": "scheduler",
@@ -35,6 +36,7 @@ COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "grammar": "grammar",
     "executor": "executor",
     "observers": "observer",
+    "speculation.drafter": "drafter",
 }
 
 
@@ -126,6 +128,22 @@ class ModelChoice(BaseModel):
     def plain(self) -> str | dict[str, Any]:
         """Return the choice as plain values for YAML."""
         return self.path if self.component is None else {"path": self.path, "component": self.component.plain()}
+
+
+class Speculation(BaseModel):
+    """Speculative decoding: steps that check several guessed tokens at once. It changes no token."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    drafter: Choice = _built_in("suffix")
+    """The drafter, which guesses the next tokens of requests."""
+
+    max_drafts: Annotated[int, Field(ge=1, le=MAX_DRAFTS)] = 8
+    """Most drafts that a request checks in a step. The engine checks fewer where more don't pay; `SamplingParams.max_drafts` lowers it for a
+    request."""
+
+    timeout_s: Annotated[float, Field(gt=0, le=60, allow_inf_nan=False)] = 0.05
+    """Longest time that the drafter may take in a step, in seconds. A drafter that takes longer is named in the log, and isn't asked for a while."""
 
 
 class EngineConfig(BaseModel):
@@ -224,6 +242,9 @@ class EngineConfig(BaseModel):
     observers: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
     """The observers, which are told what the engine does. Installing an observer doesn't enable it."""
 
+    speculation: Speculation | None = None
+    """Speculative decoding: a drafter guesses tokens, and a step checks several at once. It changes no token. null: off."""
+
     plugins: Annotated[PluginSelection, Field(strict=False)] = PluginSelection()
     """Distributions whose plugins are used; the environment variable DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
 
@@ -272,6 +293,8 @@ class EngineConfig(BaseModel):
         given = {key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value for key, value in values.items()}
         if isinstance(model := given.get("model"), Mapping) and "component" in model:
             given["model"] = {**model, "component": _with_place(model["component"], where.at("model", "component"))}
+        if isinstance(section := given.get("speculation"), Mapping) and "drafter" in section:
+            given["speculation"] = {**section, "drafter": _with_place(section["drafter"], where.at("speculation", "drafter"))}
         try:
             return cls.model_validate(given), None
         except ValidationError as error:
@@ -279,6 +302,13 @@ class EngineConfig(BaseModel):
         if "plugins" in wrong:
             return None, told
         return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
+
+    def choices(self, key: str) -> tuple[ComponentChoice, ...]:
+        """Return the components chosen at one of `COMPONENT_KEYS`; none for a drafter without speculation."""
+        if key == "speculation.drafter":
+            return () if self.speculation is None else (self.speculation.drafter,)
+        chosen: ComponentChoice | tuple[ComponentChoice, ...] = getattr(self, key)
+        return chosen if isinstance(chosen, tuple) else (chosen,)
 
     def model_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
         """Return the models that may serve the config's: the one that it names, or all that can be used. Raises `PluginError` if the one that it
@@ -300,22 +330,23 @@ class EngineConfig(BaseModel):
         """Return every key as plain values for YAML: components by qualified name, with all their options, defaults included. `auto` stays where
         the engine has more than one to choose from, or none. Raises what finding a component and validating its options does."""
 
-        def resolved(kind: Kind, choice: ComponentChoice) -> Any:
-            return registry.resolve(kind, choice.name, choice.options, choice.where).in_full()
+        def resolved(key: str) -> list[Any]:
+            return [registry.resolve(COMPONENT_KEYS[key], choice.name, choice.options, choice.where).in_full() for choice in self.choices(key)]
 
         attention, grammar = self.attention_candidates(registry), self.chosen_grammar(registry)
         named = None if self.model.component is None else self.model_candidates(registry)[0].in_full()
         return {
             **self.model_dump(mode="json"),
             "model": self.model.path if named is None else {"path": self.model.path, "component": named},
-            **{key: resolved(kind, getattr(self, key)) for key, kind in COMPONENT_KEYS.items() if key not in ("attention", "grammar", "observers")},
+            **{key: resolved(key)[0] for key in ("scheduler", "kv_cache", "sampler", "executor")},
             "attention": attention[0].in_full() if len(attention) == 1 else "auto",
             "grammar": "auto" if grammar is None else grammar.in_full(),
-            "observers": [resolved("observer", choice) for choice in self.observers],
+            "observers": resolved("observers"),
+            "speculation": self.speculation and {**self.speculation.model_dump(mode="json"), "drafter": resolved("speculation.drafter")[0]},
         }
 
-    def executor_config(self, model_dir: Path) -> ExecutorConfig:
-        """Return the settings that concern an executor, for a model whose directory was found."""
+    def executor_config(self, model_dir: Path, draft_dir: Path | None = None) -> ExecutorConfig:
+        """Return the settings that concern an executor, for a model whose directory was found, and for that which drafts, if one does."""
         from dovetail.api.executor import ExecutorConfig  # here, since it imports numpy, which `dovetail config` doesn't need
 
         return ExecutorConfig(
@@ -335,6 +366,8 @@ class EngineConfig(BaseModel):
             kv_cache_scales=self.kv_cache_scales,
             quantization=self.quantization,
             state_dtype=self.state_dtype,
+            max_drafts=0 if self.speculation is None else self.speculation.max_drafts,
+            draft_model=None if draft_dir is None else str(draft_dir),
         )
 
 
@@ -400,7 +433,10 @@ def _open(value: Any, where: Where) -> Any:
         return {"path": value} if isinstance(value, str) else value.model_dump(exclude_none=True)
     if isinstance(value, Limits | PluginSelection):
         return value.model_dump(exclude_unset=True)
-    if isinstance(value, str) and where.path[0] in COMPONENT_KEYS:
+    if where.path == ("speculation",) and isinstance(value, Speculation | Mapping | None):
+        given = {key: getattr(value, key) for key in value.model_fields_set} if isinstance(value, Speculation) else value or {}
+        return {"drafter": Speculation().drafter, **given}
+    if isinstance(value, str) and (where.path[0] in COMPONENT_KEYS or where.path == ("speculation", "drafter")):
         return {"name": value}
     if isinstance(value, Mapping):
         return dict(value)

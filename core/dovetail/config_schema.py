@@ -33,9 +33,10 @@ def json_schema(registry: Registry) -> dict[str, Any]:
         extra = [AUTO] if kind in PREFERENCE else []
         choices = [{"enum": extra + names}, *(_with_options(c, registry, definitions) for c in components)]
         choice: dict[str, Any] = {"anyOf": choices}
-        own = schema["properties"][key]
-        text = {name: own[name] for name in ("description", "default") if name in own}
-        schema["properties"][key] = {**text, **({"type": "array", "items": choice} if key == "observers" else choice)}
+        properties = definitions["Speculation"]["properties"] if key == "speculation.drafter" else schema["properties"]
+        name = key.rpartition(".")[2]
+        text = {about: properties[name][about] for about in ("description", "default") if about in properties[name]}
+        properties[name] = {**text, **({"type": "array", "items": choice} if key == "observers" else choice)}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

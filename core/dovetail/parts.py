@@ -30,10 +30,11 @@ class Parts:
     executor: ResolvedComponent
     observers: tuple[ResolvedComponent, ...]
     models: tuple[ResolvedComponent, ...]
+    drafter: ResolvedComponent | None = None  # None: no speculation
 
     def __iter__(self) -> Iterator[ResolvedComponent]:
-        grammar = () if self.grammar is None else (self.grammar,)
-        yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, *grammar, self.executor, *self.observers, *self.models)
+        optional = (part for part in (self.grammar, self.drafter) if part is not None)
+        yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, *optional, self.executor, *self.observers, *self.models)
 
 
 def find_parts(config: EngineConfig, registry: Registry) -> Parts:
@@ -52,6 +53,7 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         executor=one("executor", config.executor),
         observers=tuple(one("observer", choice) for choice in config.observers),
         models=config.model_candidates(registry),
+        drafter=None if config.speculation is None else one("drafter", config.speculation.drafter),
     )
 
 
@@ -117,7 +119,7 @@ def find_problems(
     for key, kind in COMPONENT_KEYS.items():
         if kind in PREFERENCE:
             continue
-        for choice in config.observers if kind == "observer" else (getattr(config, key),):
+        for choice in config.choices(key):
             with _noting(problems):
                 check(registry.resolve(kind, choice.name, choice.options, choice.where))
     return problems

@@ -155,6 +155,7 @@ class SamplingParams(_Settable):
     extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that its capabilities don't name are refused
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: as many as fit the model
     structured: Structured | Mapping[str, Any] | None = None  # a rule that the answer follows; a mapping of its fields becomes a `Structured`
+    max_drafts: int | None = None  # most drafts that it checks in a step (speculative decoding), at most the engine's own number; 0: none
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -183,6 +184,7 @@ class SamplingParams(_Settable):
         integer("seed", INT64[0], 2**64 - 1, optional=True)
         integer("logprobs", 0, optional=True)
         integer("prompt_logprobs", 0, optional=True)
+        integer("max_drafts", 0, optional=True)
         number("temperature", 0.0, optional=True)
         number("top_p", 0.0, 1.0, optional=True, open_low=True)
         number("min_p", 0.0, 1.0, optional=True)

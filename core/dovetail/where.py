@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 KeyPath = tuple[str | int, ...]
 
 LISTED = 10  # problems that one error lists; the rest are counted
-MOVED = {"max_stretch": "it is the engine's key `pace` now, which holds for every scheduler: `pace: 2.0` beside `scheduler`, or `pace: null`"}
+MOVED = {  # keys of other releases and engines -> what is said of them
+    "max_stretch": "it is the engine's key `pace` now, which holds for every scheduler: `pace: 2.0` beside `scheduler`, or `pace: null`",
+    "speculative_config": "here it is `speculation: {drafter: suffix, max_drafts: 8}`",
+    "num_speculative_tokens": "here it is `speculation: {max_drafts: 8}`",
+}
 MAX_KEY = 200  # most characters of a key in an error
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import Lines, RowHistory, SamplerContext
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail.testing.memory import bind_layers
@@ -236,7 +236,7 @@ def test_the_kernels_around_attention_compile() -> None:
     cache = FusedCache(zeros(4, 16, 8, 128), zeros(4, 16, 8, 128), torch.zeros(5, dtype=torch.int64))
     rows, ints = DeviceRows(4, 5000, torch.device("cpu")), torch.zeros(5, dtype=torch.int32)
     history = RowHistory(ints[:, None], ints, ints)
-    changes = DeviceChanges(4, 5000, history, torch.device("cpu"))
+    changes, lines = DeviceChanges(4, SamplerContext("cpu", 5000, history)), Lines(torch.arange(3), torch.zeros(3, dtype=torch.int32))
     with compiling_for_hopper() as kernels:
         embedding.embed(torch.zeros(5, dtype=torch.int64), zeros(100, 1024))
         rms_norm.rms_norm(zeros(5, 1024), zeros(1024), 1e-6)
@@ -247,8 +247,8 @@ def test_the_kernels_around_attention_compile() -> None:
         one_row.linear(zeros(1, 3072), zeros(1024, 3072), out=zeros(1, 1024))
         logprobs.top_logprobs(zeros(3, 5000), torch.arange(3), 20)
         logprobs.top_logprobs(zeros(3, 5000), torch.arange(3), 20, torch.arange(3), changes.asked_logprobs)
-        changes.change(zeros(3, 5000), torch.arange(3))
-        fused.draw(zeros(3, 5000), torch.arange(3), rows.records, history, rows.hashes)
+        changes.change(zeros(3, 5000), lines)
+        fused.draw(zeros(3, 5000), lines, rows.records, history, rows.hashes)
     around = ["_embed", "_rms_norm", "_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear"]
     assert [kernel.name for kernel in kernels] == [*around, *["_survey", "_choose"] * 2, "_widen", "_change", "_survey", "_choose"]
     assert all(DEPENDENT in kernel.ptx for kernel in kernels)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from dovetail import LLMEngine, SamplingParams, __version__
 from dovetail.api.component import API_VERSIONS, KINDS, ComponentSpec, Kind
 from dovetail.cli.plugins_new import MAX_NAME, component_name, new, write_package
-from dovetail.config import EngineConfig
+from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.registry import Registry
@@ -112,7 +112,7 @@ def test_its_config_names_it_and_an_engine_runs_with_it(installed: Path, project
     config = EngineConfig.load(project / "engine.yaml")
     if kind == "model":
         return  # it is chosen by the model's config.json
-    choice = config.observers[0] if kind == "observer" else getattr(config, kind)
+    [choice] = config.choices(next(key for key, of in COMPONENT_KEYS.items() if of == kind))
     assert choice.name == f"my_{kind}"
     with LLMEngine.from_config(project / "engine.yaml", max_model_len=64) as engine:
         engine.add_request("r", "ROMEO:", SamplingParams(max_tokens=3, ignore_eos=True))

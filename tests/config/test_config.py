@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
+from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig, Speculation
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.limits import Limits
 from dovetail.parts import find_parts
@@ -50,6 +50,7 @@ sampler: dovetail:default
 grammar: auto
 executor: dovetail:local
 observers: []
+speculation: null
 plugins: {allow: null, deny: [], require: []}
 """
 
@@ -133,6 +134,11 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ("kv_cache_memory: -1", "engine.yaml:1: kv_cache_memory: expected greater than 0, got -1"),
         ("scheduler: {aging_s: 1}", "engine.yaml:1: scheduler: expected a component's name, or a mapping with 'name'"),
         ("scheduler:", "engine.yaml:1: scheduler: expected a component's name"),
+        ("speculation: suffix", "engine.yaml:1: speculation: expected keys and values below it, got 'suffix'"),
+        ("speculation:\n  drafter: 3", "engine.yaml:2: speculation.drafter: expected a component's name"),
+        ("speculation:\n  max_drafts: 65", "engine.yaml:2: speculation.max_drafts: expected less than or equal to 64, got 65"),
+        ("speculation: {max_draft: 1}", "engine.yaml:1: speculation.max_draft: unknown key, did you mean max_drafts?"),
+        ("speculative_config: {}", "engine.yaml:1: speculative_config: unknown key: here it is `speculation: {drafter: suffix"),
         ("observers: log", "engine.yaml:1: observers: expected a list of components, got 'log'"),
         ("observers:\n- log\n- 3", "engine.yaml:3: observers.1: expected a component's name"),
         ("model: a\nmodel: b", "engine.yaml:2: key 'model' is here twice, first at engine.yaml:1"),
@@ -183,6 +189,13 @@ def test_unreadable_files_are_reported(tmp_path: Path) -> None:
         ({"observers.0.every_s": 1}, "observers", (ComponentChoice("log", {"every_s": 1}),)),
         ({"observers": []}, "observers", ()),
         ({"scheduler": "vtc", "scheduler.a": 1}, "scheduler", ComponentChoice("vtc", {"a": 1})),
+        ({"speculation.drafter": "ngram"}, "speculation", Speculation(drafter="ngram")),
+        (
+            {"speculation.max_drafts": 3, "speculation.drafter.x": 1},
+            "speculation",
+            Speculation(drafter={"name": "dovetail:suffix", "x": 1}, max_drafts=3),
+        ),
+        ({"speculation": {"drafter": "a"}, "speculation.drafter.x": 1}, "speculation", Speculation(drafter={"name": "a", "x": 1})),
     ],
 )
 def test_overrides(write: Any, overrides: dict[str, Any], key: str, expected: Any) -> None:
@@ -233,6 +246,8 @@ def test_executor_config_has_its_share(tmp_path: Path) -> None:
     assert (config.model, config.kv_cache_memory, config.block_size, config.max_model_len) == (str(tmp_path), 1 << 20, 32, 10)
     assert not config.overlap
     assert EngineConfig().executor_config(tmp_path).block_size is None
+    assert EngineConfig().executor_config(tmp_path).max_drafts == 0
+    assert EngineConfig(speculation=Speculation(max_drafts=3)).executor_config(tmp_path).max_drafts == 3
 
 
 @pytest.mark.parametrize(
@@ -265,7 +280,11 @@ def test_yaml_reads_as_pyyaml_does_and_knows_every_line(value: dict[str, Any]) -
 
 
 @examples(quick=100, full=5000)
-@given(st.dictionaries(st.sampled_from([*EngineConfig.model_fields, "scheduler.x", "plugins.deny", "observers.0"]), PLAIN, max_size=3))
+@given(
+    st.dictionaries(
+        st.sampled_from([*EngineConfig.model_fields, "scheduler.x", "plugins.deny", "observers.0", "speculation.drafter"]), PLAIN, max_size=3
+    )
+)
 def test_any_value_is_taken_or_refused_with_a_config_error(values: dict[str, Any]) -> None:
     try:
         config = EngineConfig.load("demo", **values)
@@ -276,8 +295,9 @@ def test_any_value_is_taken_or_refused_with_a_config_error(values: dict[str, Any
 
 
 def test_component_keys_are_those_of_the_config() -> None:
-    choices = [key for key, field in EngineConfig.model_fields.items() if "ComponentChoice" in str(field.annotation)]
-    assert choices == list(COMPONENT_KEYS)
+    sections = {"": EngineConfig, "speculation.": Speculation}
+    fields = {f"{prefix}{key}": field for prefix, model in sections.items() for key, field in model.model_fields.items()}
+    assert [key for key, field in fields.items() if "ComponentChoice" in str(field.annotation)] == list(COMPONENT_KEYS)
 
 
 def test_a_limit_can_be_set_by_a_dotted_key() -> None:

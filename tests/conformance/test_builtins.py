@@ -49,6 +49,7 @@ NEEDS_TIME = {
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {"transformers"}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
+NEEDED: Mapping[str, Mapping[str, Any]] = {"dovetail_drafters.model:NamedModel": {"model": "demo"}}  # target -> options that have no default
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile
     "priority": ({"aging_s": 5.0},),
     "mlfq": ({"levels": 3, "quantum": 4, "growth": 2, "starve_s": 3.0},),
@@ -75,7 +76,7 @@ def suites() -> Iterator[type[Suite]]:
     for component in BUILT_INS:
         left_out = SERVES_ANY | NEEDS_MORE | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set()) | (set() if FULL else NEEDS_TIME)
         if component.spec.name not in left_out:
-            for options in ({}, *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
+            for options in (NEEDED.get(component.spec.target, {}), *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
                 yield suite_of(component, options)
 
 

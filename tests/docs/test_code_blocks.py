@@ -165,7 +165,7 @@ def check_components(config: EngineConfig) -> None:
         assert any(requirement.startswith(name) for name in NOT_INSTALLED), f"who is {requirement}?"
     registry = Registry.discover()
     for key, kind in COMPONENT_KEYS.items():
-        for choice in config.observers if key == "observers" else (getattr(config, key),):
+        for choice in config.choices(key):
             if choice.name != AUTO:
                 registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
 
@@ -209,11 +209,15 @@ def with_few_requests(code: str) -> str:
 
 
 def abridged(args: list[str]) -> list[str]:
-    """Return this command of the lab with two seeds and few requests. What it prints isn't what the page shows then."""
+    """Return this command of the lab with two seeds, few requests, one rate and no warm-up. What it prints isn't what the page shows then."""
     args = [re.sub(r"requests=\d+", f"requests={FEW}", arg) for arg in args]
     for index, (option, value) in enumerate(pairwise(args), start=1):
         if option == "--seeds":
             args[index] = "2"
+        if option == "--rates":
+            args[index] = value.split(",")[0]
+        if option == "--window":
+            args[index] = "0s:"
         if option == "--trace" and value.endswith(".yaml"):
             args[index] = f"few-{Path(value).name}"
             Path(args[index]).write_text(re.sub(r"^requests: \d+", f"requests: {FEW}", Path(value).read_text(), flags=re.MULTILINE))

@@ -181,6 +181,7 @@ ALLOWED = {
     "extra_args": "map names to values",
     "truncate_prompt_tokens": f"an integer >= -1 and <= {MOST} or None",
     "structured": "",
+    "max_drafts": f"an integer >= 0 and <= {MOST} or None",
 }
 
 NEVER_RIGHT: list[Any] = [

@@ -59,6 +59,18 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
     "seed": [(7, {"seed": 7}), (None, {})],
     "generation_config": [("vllm", {"generation_config": "none"}), ("auto", {"generation_config": "auto"})],
     "guided_decoding_backend": [("xgrammar", {"grammar": "xgrammar"}), ("guidance", {"grammar": "llguidance"}), ("auto", {}), (None, {})],
+    "speculative_config": [
+        ({"method": "ngram", "num_speculative_tokens": 4}, {"speculation": {"drafter": {"name": "dovetail:ngram"}, "max_drafts": 4}}),
+        (
+            {"model": "[ngram]", "prompt_lookup_max": 3},
+            {"speculation": {"drafter": {"name": "dovetail:ngram", "min_match": 3, "max_match": 3}}},
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_min_token_prob": 0.1, "suffix_decoding_max_cached_requests": 0},
+            {"speculation": {"drafter": {"name": "dovetail:suffix", "min_share": 0.1, "kept_tokens": 0}}},
+        ),
+        (None, {}),
+    ],
     "disable_log_stats": [(True, {}), (False, {"observers": ["log"]})],
 }
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dovetail.api.kv_cache import CacheGroup, KVLayout
+from tests.engine.drafters import DRAFTERS
 from tests.engine.policies import EVERY_POLICY, Named
 from tests.engine.world import Shape, Spec, World
 from tests.support import examples
@@ -24,7 +25,8 @@ def shapes(draw: st.DrawFn) -> Shape:
     unit = draw(st.integers(1, 5))
     groups = tuple((unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3]))) for window in windows)
     layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
-    state_pages = draw(st.sampled_from([0, 0, 0, 1, 3]))
+    drafter = draw(st.sampled_from([None, None, None, *DRAFTERS]))
+    state_pages = draw(st.sampled_from([0, 0, 0, 1, 3])) if drafter is None else 0
     return Shape(
         num_blocks=layout.most_pages(max_model_len, max_tokens) + state_pages + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
         groups=groups,
@@ -38,6 +40,10 @@ def shapes(draw: st.DrawFn) -> Shape:
         reuse=draw(st.sampled_from([True, True, True, False])),
         seed=draw(st.integers(0, 1000)),
         events=draw(st.booleans()),
+        drafter=drafter,
+        max_drafts=draw(st.integers(1, 6)),
+        max_lines=draw(st.integers(1, 24)),
+        seconds_per_token=draw(st.sampled_from([0.0, 0.0, 0.001])),
     )
 
 
@@ -65,6 +71,7 @@ def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
         prompt_logprobs=draw(st.sampled_from([None] * 7 + [0])),
         rule=draw(st.sampled_from([None, None, None, 1, 2, 5])),
         rule_length=draw(st.sampled_from([0, 0, 1, 4])),
+        max_drafts=draw(st.sampled_from([None, None, None, 0, 2])),
     )
 
 
@@ -134,4 +141,4 @@ def perform(world: World, what: str, argument: object) -> None:
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(examples(quick=60, full=3_000), stateful_step_count=30)
+TestEngine.settings = settings(examples(quick=100, full=3_000), stateful_step_count=30)

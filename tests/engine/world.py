@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
+from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
@@ -21,12 +22,14 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import make_siblings
+from dovetail.engine.speculation import SpeculationSettings
 from dovetail.engine.stats import ObserverHub
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
 from dovetail_kv_cache.prefix import HashName, PrefixCache, PrefixOptions
+from tests.engine.drafters import DRAFTERS, Oracle
 from tests.engine.policies import FCFS
 from tests.engine.rules import constraint, expected_by_rule
 
@@ -52,6 +55,10 @@ class Shape:
     seed: int = 0
     events: bool = True  # an observer is told
     seconds_per_step: float = 0.01
+    seconds_per_token: float = 0.001
+    drafter: str | None = None  # of `DRAFTERS`
+    max_drafts: int = 4
+    max_lines: int = 64
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,10 @@ class Spec:
     predicted_tokens: int | None = None
     cache_keys: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
+    logprobs: int | None = None
     rule: int | None = None  # modulus of the `RuleMatcher` that it follows
     rule_length: int = 0
+    max_drafts: int | None = None
 
 
 class RecordingExecutor(FakeExecutor):
@@ -164,7 +173,7 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
             for ran in done.ran:
                 self._hear("ran", ran.request)
                 assert ran.computed >= 1
-                assert ran.generated in (0, 1)
+                assert 0 <= ran.generated <= ran.computed
                 self.heard.computed[ran.request.id] += ran.computed
                 self.heard.generated[ran.request.id] += ran.generated
             super().on_step(done)
@@ -193,6 +202,8 @@ class World:
         options: BaseModel | None = None,
         observers: Sequence[tuple[str, Observer]] = (),
         executor: type[RecordingExecutor] = RecordingExecutor,
+        drafter: Callable[[DrafterContext], Drafter] | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
         self.shape = shape = shape or Shape()
         self.clock = VirtualClock()
@@ -206,7 +217,8 @@ class World:
             vocab_size=shape.vocab_size,
             max_model_len=shape.max_model_len,
             seconds_per_step=shape.seconds_per_step,
-            seconds_per_token=0.001,
+            seconds_per_token=shape.seconds_per_token,
+            max_lines=shape.max_lines if shape.drafter or drafter else 0,
         )
         config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
         self.executor = executor(fake, ExecutorContext(config, self.clock))
@@ -217,7 +229,14 @@ class World:
         self.observer = RecordingObserver()
         hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__, shape.pace)
-        self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub)
+        self.drafter: Drafter | None = None
+        if drafter is not None or shape.drafter is not None:
+            make = drafter or DRAFTERS[shape.drafter or ""]
+            self.drafter = make(DrafterContext(shape.vocab_size, shape.max_drafts, shape.max_model_len))
+            if isinstance(self.drafter, Oracle):
+                self.drafter.answers = lambda id: self.expected(id)[0]
+        speculation = None if self.drafter is None else SpeculationSettings(self.drafter, "tests:drafter", shape.max_drafts, timeout_s)
+        self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub, speculation)
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
         self.rules: dict[str, tuple[int, int]] = {}  # modulus and length, of requests that follow one
@@ -239,7 +258,13 @@ class World:
             request = LiveRequest(
                 id,
                 spec.prompt,
-                SamplingParams(max_tokens=spec.max_tokens, min_tokens=min(spec.min_tokens, spec.max_tokens), prompt_logprobs=spec.prompt_logprobs),
+                SamplingParams(
+                    max_tokens=spec.max_tokens,
+                    min_tokens=min(spec.min_tokens, spec.max_tokens),
+                    prompt_logprobs=spec.prompt_logprobs,
+                    logprobs=spec.logprobs,
+                    max_drafts=spec.max_drafts,
+                ),
                 max_tokens=spec.max_tokens,
                 arrival_time=self.clock.now() + spec.delay,
                 client=spec.client,
@@ -291,6 +316,8 @@ class World:
             raise AssertionError(f"unfinished after {limit} steps: {[r for r in self.requests.values() if r.status is not Status.FINISHED]}")
         if self.core.dead is not None:
             raise self.core.dead
+        if self.core._speculation is not None:
+            self.core._speculation.stop()  # its thread; the next call starts another
         self.check_end()
 
     # What should be true
@@ -366,6 +393,8 @@ class World:
                 assert request.in_flight == in_flight[request], request
                 assert 0 <= request.output_left <= request.max_tokens
                 assert self.tokens[request.id] == list(request.output_token_ids)
+            if self.drafter is not None and request.status is Status.RUNNING and request.generated and not request.preemptions:
+                assert request.num_computed + 1 == request.num_tokens + request.in_flight, "the books know all tokens, whatever the drafts"
 
     def _check_rows(self) -> None:
         rows = self.core.books.rows

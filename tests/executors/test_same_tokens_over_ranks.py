@@ -11,14 +11,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dovetail.api.executor import ComponentRef
+from dovetail.api.executor import ComponentRef, Result
 from dovetail.errors import DovetailError
-from dovetail_executors.options import TensorOptions
+from dovetail_executors.local import LocalExecutor
+from dovetail_executors.options import LocalOptions, TensorOptions
 from dovetail_executors.tensor import TensorExecutor
 from tests.e2e import test_same_tokens as spine
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
 from tests.models.configs import MAX_LEN, configs
-from tests.runtime.demo import context, decode, prefill
+from tests.runtime.demo import check, context, decode, prefill
 from tests.support import examples
 
 ORDER = range(len(spine.PROMPTS))
@@ -48,6 +49,41 @@ def test_tokens_over_ranks_are_those_of_one_rank_when_memory_is_scarce(size: int
 @given(config=spine.circumstances(), size=st.sampled_from([2, 4]), order=st.permutations(ORDER))
 def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config: dict[str, Any], size: int, order: list[int]) -> None:
     assert_tokens_are_those_of_one_rank(config, size, order)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_ranks_agree_on_how_many_drafts_are_right_without_being_told(max_in_flight: int) -> None:
+    """Other ranks collect a step when the next comes; before and after one with drafts they must know all lengths in time."""
+    prompts = [[5, 17, 200, 31, 8], [9, 12], [400, 3, 77]]
+    alone = LocalExecutor(LocalOptions(device="cpu"), context())
+    capacity = alone.start()
+    results = [alone.collect(alone.submit(prefill(capacity, prompts)))] + [alone.collect(alone.submit(decode(3, 1))) for _ in range(11)]
+    expected = [[int(result.token_ids[row]) for result in results] for row in range(3)]
+    alone.stop()
+    got: list[list[int]] = [[], [], []]
+
+    def take(result: Result) -> None:
+        tokens, counts = result.token_ids.tolist(), [1] * 3 if result.counts is None else result.counts.tolist()
+        for own, count in zip(got, counts, strict=True):
+            own += tokens[:count]
+            del tokens[:count]
+
+    executor = TensorExecutor(TensorOptions(device="cpu", max_in_flight=max_in_flight), context(max_drafts=3))
+    try:
+        capacity = executor.start()
+        assert capacity.max_lines == 4 * 4
+        take(executor.collect(executor.submit(prefill(capacity, prompts))))
+        for step, right in enumerate(([3, 0, 1], [1, 2, 0])):
+            following = [tokens[len(own) :] for tokens, own in zip(expected, got, strict=True)]
+            drafts = [tokens[:count] + [0] * (2 - count) for tokens, count in zip(following, right, strict=True)]
+            take(executor.collect(executor.submit(check(drafts, 3 * step + 1))))
+            handles = [executor.submit(decode(3, 3 * step + 2 + more)) for more in range(max_in_flight)]
+            for handle in handles:
+                take(executor.collect(handle))
+        assert [own == tokens[: len(own)] for own, tokens in zip(got, expected, strict=True)] == [True] * 3
+        assert [len(own) for own in got] == [1 + 2 * (1 + max_in_flight) + sum(counts) for counts in ((3, 1), (0, 2), (1, 0))]
+    finally:
+        executor.stop()
 
 
 def divisible(config: Any, size: int) -> bool:

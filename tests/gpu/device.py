@@ -15,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from dovetail.runtime import worker
 from tests.models.configs import ropes
 from tests.support import FULL
 
@@ -76,6 +77,12 @@ def configs(draw: st.DrawFn) -> Any:
 def settings_for(attention: str, **config: Any) -> dict[str, Any]:
     """Of a small engine on the GPU."""
     return {"attention": attention, "executor": {"name": "local", "device": "cuda"}, "kv_cache_memory": "256MiB", "max_num_seqs": 8, **config}
+
+
+def make_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines without overlap check drafts whenever there are some: what costs nothing pays, however small the model is."""
+    monkeypatch.setattr(worker, "line_costs", lambda *asked: ((1, 1e-3), (1024, 1e-3)))
+    monkeypatch.setattr(worker, "draft_costs", lambda *asked: ((1, 1e-6),))
 
 
 def skip_unless_usable(attention: str, dtype: str, head_size: int) -> None:

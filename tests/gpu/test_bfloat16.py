@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from dovetail import LLMEngine, RequestOutput, SamplingParams
 from tests.e2e.reference import run, tokens_of
 from tests.e2e.test_equal_to_transformers import random_prompts
-from tests.gpu.device import on_a_gpu, save, settings_for, skip_unless_usable
+from tests.gpu.device import make_drafts_pay, on_a_gpu, save, settings_for, skip_unless_usable
 
 pytestmark = on_a_gpu
 
@@ -74,6 +74,28 @@ def test_logprobs_are_as_near_to_float32_as_transformers_are(attention: str, ref
     ours_mean, theirs_mean = statistics.fmean(ours), statistics.fmean(theirs)
     print(f"\n{attention}: mean |Δ logprob| {ours_mean:.2e}, transformers {theirs_mean:.2e}, ratio {ours_mean / theirs_mean:.2f}")
     assert ours_mean <= 1.5 * theirs_mean
+
+
+def test_logprobs_of_checked_drafts_are_as_near_to_float32_as_those_of_plain_steps(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_drafts_pay(monkeypatch)
+    means = []
+    for speculation in (None, {"drafter": {"name": "ngram", "min_match": 1}, "max_drafts": 4}):
+        settings = settings_for("triton", model=str(reference.directory), dtype="bfloat16", generation_config="none", speculation=speculation)
+        params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True, detokenize=False, output_kind="final", logprobs=0)
+        with LLMEngine.from_config(settings, max_model_len=512, overlap=False) as engine:
+            for index, prompt in enumerate(PROMPTS):
+                engine.add_request(str(index), prompt, params)
+            errors = []
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    tokens = list(output.outputs[0].token_ids)
+                    exact = reference.of_tokens([*output.prompt_token_ids, *tokens], torch.float32)[-len(tokens) :]
+                    told = output.outputs[0].logprobs or []
+                    errors += [abs(entry[token].logprob - right) for token, entry, right in zip(tokens, told, exact, strict=True)]
+            assert (sum(engine.stats().accepted_drafts) > 100) == (speculation is not None)
+        means.append(statistics.fmean(errors))
+    print(f"\nmean |Δ logprob| {means[0]:.2e}, with drafts {means[1]:.2e}, ratio {means[1] / means[0]:.2f}")
+    assert means[1] <= 1.1 * means[0]
 
 
 @pytest.mark.parametrize("attention", BACKENDS)

@@ -36,6 +36,7 @@ def generated(settings: dict[str, Any], directory: Any, dtype: str, extra: dict[
             wanted = {"temperature": 0.8, "seed": index, "max_tokens": 40, "detokenize": False, "output_kind": "final", "ignore_eos": True}
             engine.add_request(str(index), prompt, SamplingParams(**{**wanted, **way, **extra}))
         done = {output.request_id: output for output in steps(engine) if output.finished}
+        assert not settings.get("speculation") or engine.stats().draft_tokens or settings["overlap"]
     assert all(sample.finish_reason != "error" for output in done.values() for sample in output.outputs)
     return [[(tuple(sample.token_ids), sample.logprobs) for sample in done[str(index)].outputs] for index in range(len(WAYS))]
 

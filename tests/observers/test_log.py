@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from pydantic import ValidationError
@@ -85,6 +85,14 @@ def test_rates_are_by_the_engines_clock_and_counts_begin_anew_with_each_line(log
         "running 3, waiting 2 | prefill 150 tok/s, decode 40 tok/s | KV 30.0% used, prefix hits 25% | 1 preemptions",
         "running 3, waiting 2 | prefill 0 tok/s, decode 10 tok/s | KV 30.0% used, prefix hits 0% | 0 preemptions",
     ]
+
+
+def test_a_line_has_the_acceptance_length_if_drafts_were_checked(log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture) -> None:
+    wall.time += 5
+    log.on_step(replace(step(0, 10.0, 11.0, decode=80), draft_rows=4, draft_tokens=16, accepted_drafts=(4, 0, 1, 1)))
+    log.on_stopped(EngineStopped(12.0, None))
+    assert "decode 80 tok/s, acceptance length 2.50 | KV" in caplog.messages[0]
+    assert caplog.messages[1].endswith("0 preemptions, acceptance length 2.50")
 
 
 def test_at_the_stop_come_the_rest_and_the_sums(log: LogObserver, caplog: pytest.LogCaptureFixture) -> None:

@@ -87,6 +87,21 @@ def test_pages_are_told_apart_by_cache_group() -> None:
     assert value(families, "dovetail_kv_blocks", state="held") == 5
 
 
+def test_drafts_are_counted_by_position() -> None:
+    observer = PrometheusObserver(PrometheusOptions(model_name="m"), CONTEXT)
+    observer.on_started(STARTED)
+    try:
+        step = StepFinished(0, 0.0, 0.0, 1.0, 1, 0, 1, 0, 0, 1, 0, 0, PageCounts(1, 0, 0), 0.0)
+        for accepted in ((4, 0), (1, 2)):
+            observer.on_step(replace(step, draft_rows=2, draft_tokens=8, accepted_drafts=accepted))
+        families = scraped(observer.port)
+    finally:
+        observer.on_stopped(EngineStopped(1.0, None))
+    counts = [value(families, f"vllm:spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert counts == [4, 16, 7]
+    assert [value(families, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=position) for position in "0123"] == [3, 2, 1, 1]
+
+
 def test_what_it_has_in_common_with_the_server_is_of_the_same_type_and_bounds() -> None:
     def shape(families: list[Metric]) -> dict[str, tuple[str, list[str]]]:
         return {

@@ -108,6 +108,15 @@ def test_pages_are_shown_by_cache_group(browser: Browser, toy: ToyServer) -> Non
 
 
 @needs_chromium
+def test_the_success_of_drafts_is_shown(browser: Browser, toy: ToyServer) -> None:
+    ask_by_keyboard(opened(browser, toy), "Wilt thou be gone?")
+    browser.wait_for("document.querySelector('#counts').textContent.includes('acceptance length2.50')")
+    counts = browser.evaluate("document.querySelector('#counts').textContent")
+    assert "drafts accepted60.0 %" in counts
+    assert "accepted by position75.0 %, 50.0 %, 25.0 %" in counts
+
+
+@needs_chromium
 def test_the_schedulers_last_steps_are_shown_the_latest_first(browser: Browser, toy: ToyServer) -> None:
     ask_by_keyboard(opened(browser, toy), "Wilt thou be gone?")
     browser.wait_for("document.querySelectorAll('#steps tbody tr').length >= 2")

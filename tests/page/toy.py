@@ -92,7 +92,8 @@ class ToyServer:
     def under_way(self, change: int) -> None:
         self.running += change
         held = min(90, 7 * self.running)
-        self.engine.load = Load(min(8, self.running), max(0, self.running - 8), held, 90 - held, 10, (held - held // 7, held // 7))
+        drafts = 40, 100, (30, 20, 10)
+        self.engine.load = Load(min(8, self.running), max(0, self.running - 8), held, 90 - held, 10, (held - held // 7, held // 7), *drafts)
 
 
 def event(value: object) -> bytes:

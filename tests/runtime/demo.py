@@ -14,11 +14,12 @@ import dovetail_models
 import dovetail_samplers
 from dovetail.api.clock import WallClock
 from dovetail.api.component import ComponentSpec
-from dovetail.api.executor import Batch, Capacity, ComponentRef, ExecutorConfig, ExecutorContext, NewRow
+from dovetail.api.executor import Batch, Capacity, ComponentRef, Drafts, ExecutorConfig, ExecutorContext, NewRow
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.profiling import empty_batch
 
 DEMO = str(Path(dovetail_models.__file__).parent / "demo")
+DRAFT = f"{DEMO}-draft"
 BLOCK_BYTES = 6 * 2 * 16 * 4 * 32 * 4  # of 16 tokens in float32: 6 layers' K and V of 4 heads of 32
 
 CONFIG = ExecutorConfig(
@@ -65,6 +66,13 @@ def prefill(capacity: Capacity, prompts: list[list[int]], step: int = 0, **sampl
     rows = np.arange(len(prompts), dtype=np.int32)
     lens = np.array([len(prompt) for prompt in prompts], np.int32)
     return empty_batch(step=step, added=tuple(added), rows=rows, num_tokens=lens, yields_token=np.ones(len(prompts), np.bool_))
+
+
+def check(drafts: list[list[int]], step: int) -> Batch:
+    """Decode each row, with these drafts."""
+    counts = np.array([*map(len, drafts)], np.int32)
+    own = Drafts(counts, np.array([token for ids in drafts for token in ids], np.int32))
+    return replace(decode(len(drafts), step), num_tokens=1 + counts, drafts=own)
 
 
 def decode(rows: int, step: int) -> Batch:

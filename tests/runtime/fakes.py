@@ -13,10 +13,11 @@ from torch import nn
 from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
-from dovetail.api.executor import Batch, Masks, NewRow, Result
+from dovetail.api.executor import Batch, Drafts, Masks, NewRow, Result
 from dovetail.api.kv_cache import CacheGroup, KVLayout, PageCopy
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerContext
+from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerContext
 from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.draft_model import DraftModel
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
@@ -33,7 +34,14 @@ def spec_of(index: int, window: int | None = None) -> LayerSpec:
 class TinyModel(nn.Module):
     """Layers of attention with these windows, and positions in the embedding."""
 
-    def __init__(self, make_layer: Callable[[LayerSpec], AttentionLayer], windows: Sequence[int | None] = (None, None)) -> None:
+    def __init__(
+        self,
+        make_layer: Callable[[LayerSpec], AttentionLayer],
+        windows: Sequence[int | None] = (None, None),
+        first_layer: int = 0,
+        error: float = 0.0,
+    ) -> None:
+        """`error`: standard deviation of noise on the last weights, in units of theirs."""
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
@@ -44,10 +52,11 @@ class TinyModel(nn.Module):
         self.embed[NAN_TOKEN] = torch.nan
         self.places = weights(256, HIDDEN)
         self.head = weights(HIDDEN, VOCAB)
+        self.head += error / 2 * torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(1))
         self.head[:, NAN_TOKEN] = 0
         self.layers: list[tuple[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         for index, window in enumerate(windows):
-            layer = make_layer(spec_of(index, window))
+            layer = make_layer(spec_of(first_layer + index, window))
             kv_width = KV_HEADS * SIZE
             self.layers.append((layer, weights(HIDDEN, HEADS * SIZE), weights(HIDDEN, kv_width), weights(HIDDEN, kv_width)))
 
@@ -74,8 +83,8 @@ class Greedy(Sampler):
             del self.rows[row]
         self.rows.update(added)
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64]) -> SampledTokens:
-        assert rows.tolist() == host_rows.tolist()
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]) -> SampledTokens:
+        assert lines.rows.tolist() == host_rows.tolist()
         self.last_logits = logits.clone()
         token_ids = logits.argmax(dim=1)
         asked = [self.rows[row].logprobs for row in host_rows.tolist()]
@@ -99,6 +108,11 @@ class Bench:
     block_size: int = 4
     num_blocks: int = 40
     windows: tuple[int | None, ...] = (None, None)  # of the layers
+    max_lines: int = 0
+    max_tokens: int = 256
+    error: float = 0.0  # of the model: see `TinyModel`
+    draft_error: float | None = None  # of the draft model; None: there is none
+    draft_windows: tuple[int | None, ...] = (None, None)
     step: int = 0
     free_blocks: list[int] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)  # row -> blocks
@@ -106,17 +120,23 @@ class Bench:
     def __post_init__(self) -> None:
         device = torch.device("cpu")
         self.backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", self.block_size))
-        planned = kv_layout(self.backend, [spec_of(index, window) for index, window in enumerate(self.windows)], "float32")
+        specs = [spec_of(index, window) for index, window in enumerate(self.windows)]
+        drafting = [] if self.draft_error is None else [spec_of(len(specs) + index, window) for index, window in enumerate(self.draft_windows)]
+        planned = kv_layout(self.backend, [*specs, *drafting], "float32")
         self.pool, self.layout = KVPool(planned, device), planned.layout
-        self.model = TinyModel(self.pool.wrap(self.backend.make_layer), self.windows)
+        make_layer = self.pool.wrap(self.backend.make_layer)
+        self.model = TinyModel(make_layer, self.windows, error=self.error)
+        drafter = None if self.draft_error is None else TinyModel(make_layer, self.draft_windows, len(specs), self.draft_error)
         num_pages = self.num_blocks * self.layout.pages(self.block_size)
         self.pool.allocate(num_pages)
-        self.backend.prepare(self.max_rows, 256, self.max_len)
-        self.rows = RowState(self.max_rows, self.max_len, self.layout, device)
+        self.rows = RowState(self.max_rows, self.max_len, self.layout, device, max_lines=self.max_lines)
+        self.backend.prepare(self.rows.max_lines, self.max_tokens, self.max_len)
         self.rows.pool_allocated(num_pages)
         self.sampler: Greedy = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
         self.sampler.prepare(self.max_rows)
         self.runner = Runner(self.model, self.backend, self.pool, self.sampler, self.rows, WallClock(), VOCAB)
+        if drafter is not None:
+            self.runner.draft = DraftModel(drafter, drafting, self.backend, self.sampler, self.rows, self.max_tokens)
         self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()
 
     def new(self, row: int, tokens: Sequence[int], sampling: RowSampling | None = None, prompt_len: int | None = None, computed: int = 0) -> NewRow:
@@ -140,14 +160,23 @@ class Bench:
             [block * sum(counts) + start + page for block in blocks for page in range(count)] for start, count in zip(starts, counts, strict=True)
         )
 
-    def batch(self, work: dict[int, int], added: Sequence[NewRow], removed: Sequence[int], copies: Sequence[PageCopy]) -> Batch:
-        """`work`: row -> tokens to compute. Blocks are handed out as needed. A row samples when its last known token is computed."""
+    def batch(
+        self,
+        work: dict[int, int],
+        added: Sequence[NewRow],
+        removed: Sequence[int],
+        copies: Sequence[PageCopy],
+        drafts: Mapping[int, Sequence[int]] | None = None,
+    ) -> Batch:
+        """`work`: row -> tokens to compute, without its `drafts`. Blocks are handed out as needed. A row samples when its last known token is
+        computed."""
         computed, known = self.rows.computed.copy(), self.rows.known.copy()
         for row in removed:
             self.free_blocks += self.blocks.pop(row) if row not in [new.row for new in added] else []
         for new in added:
             computed[new.row], known[new.row] = new.computed, len(new.token_ids)
-        ends = {row: int(computed[row]) + count for row, count in work.items()}
+        own = [list((drafts or {}).get(row, ())) for row in work]
+        ends = {row: int(computed[row]) + count + len(drafted) for (row, count), drafted in zip(work.items(), own, strict=True)}
         appended = []
         for row, end in ends.items():
             while len(self.blocks[row]) * self.block_size < end:
@@ -163,8 +192,9 @@ class Bench:
             ).reshape(-1, 3),
             copies=tuple(copies),
             rows=np.array(list(work), np.int32),
-            num_tokens=np.array(list(work.values()), np.int32),
-            yields_token=np.array([ends[row] == known[row] for row in work], np.bool_),
+            num_tokens=np.array([count + len(drafted) for count, drafted in zip(work.values(), own, strict=True)], np.int32),
+            yields_token=np.array([ends[row] == known[row] + len(drafted) for row, drafted in zip(work, own, strict=True)], np.bool_),
+            drafts=None if drafts is None else Drafts(np.array([*map(len, own)], np.int32), np.array([id for ids in own for id in ids], np.int32)),
         )
 
     def submit(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[PageCopy] = ()) -> PendingStep:
@@ -172,6 +202,10 @@ class Bench:
 
     def run(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[PageCopy] = ()) -> Result:
         return self.runner.collect(self.submit(work, added, removed, copies))
+
+    def check(self, work: dict[int, int], drafts: Mapping[int, Sequence[int]], added: Sequence[NewRow] = ()) -> Result:
+        """As `run`, of a step with these drafts."""
+        return self.runner.collect(self.runner.submit(self.batch(work, added, (), (), drafts)))
 
     def run_late(self, work: dict[int, int], added: Sequence[NewRow] = (), allowed: Mapping[int, Sequence[int]] | None = None) -> Result:
         """As `run`, sampled late. `allowed`: row -> the ids that its mask allows."""
@@ -187,11 +221,11 @@ class Bench:
         return self.runner.collect(pending)
 
 
-def generate(prompt: Sequence[int], count: int, windows: tuple[int | None, ...] = (None, None)) -> list[int]:
-    """Return the tiny model's tokens after a prompt, each computed from scratch and without other requests: the oracle of the runner's tests."""
+def generate(prompt: Sequence[int], count: int, windows: tuple[int | None, ...] = (None, None), error: float = 0.0) -> list[int]:
+    """Return the tokens of a tiny model after a prompt, each computed from scratch and without other requests: the oracle of the runner's tests."""
     tokens = list(prompt)
     for _ in range(count):
-        bench = Bench(max_rows=1, block_size=64, num_blocks=1, windows=windows)
+        bench = Bench(max_rows=1, block_size=64, num_blocks=1, windows=windows, error=error)
         result = bench.run({0: len(tokens)}, [bench.new(0, tokens)])
         tokens.append(int(result.token_ids[0]))
     return tokens[len(prompt) :]

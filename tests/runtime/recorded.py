@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dovetail.api.attention import AttentionBatch
 from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.graphs import Builder, DecodeSteps, Graph, Graphs
+from dovetail.runtime.graphs import Builder, DecodeSteps, DraftSteps, Graph, Graphs
 from dovetail.runtime.recording import record
 from dovetail.runtime.step_inputs import DecodeInputs
 from tests.runtime.fakes import Bench
@@ -135,11 +135,11 @@ class WatchedGraphs(Graphs):
     def replay(self, graph: Graph, batch: AttentionBatch | None = None) -> Any:
         self.replayed.append((graph.kind, graph.size))
         if batch is not None and isinstance(graph.inputs, DecodeInputs):
-            self.replayed_rows.append(graph.inputs.rows[: batch.num_rows].tolist())
+            self.replayed_rows.append(graph.inputs.lines.rows[: batch.num_rows].tolist())
         return super().replay(graph, batch)
 
 
-def give_graphs(bench: Bench, builders: Sequence[Builder], *, rerun: tuple[type[Builder], ...] = (DecodeSteps,)) -> WatchedGraphs:
+def give_graphs(bench: Bench, builders: Sequence[Builder], *, rerun: tuple[type[Builder], ...] = (DecodeSteps, DraftSteps)) -> WatchedGraphs:
     """Capture graphs on the CPU, beside those that the runner has, and let it replay them. Work of builders in `rerun` is done anew each time."""
 
     def recorded(run: Any, *rest: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.executor import Batch, Masks, NewRow, RowCheckpoint
+from dovetail.api.executor import Batch, Drafts, Masks, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
@@ -60,7 +60,12 @@ def batches(draw: st.DrawFn) -> Batch:
         yields_token=np.array([row[2] for row in rows], np.bool_),
         shared_prefix_blocks=draw(numbers),
         late=draw(st.booleans()),
+        drafts=draw(st.none() | st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).map(drafted)),
     )
+
+
+def drafted(counts: list[int]) -> Drafts:
+    return Drafts(np.array(counts, np.int32), np.arange(sum(counts), dtype=np.int32) - 1)
 
 
 def values(one: Any) -> list[Any]:
@@ -72,6 +77,8 @@ def values(one: Any) -> list[Any]:
 def as_lists(value: Any) -> Any:
     if isinstance(value, RowCheckpoint):
         return [as_lists(part) for part in (value.row, value.tokens, value.pages)]
+    if isinstance(value, Drafts):
+        return [as_lists(value.counts), as_lists(value.token_ids)]
     if isinstance(value, tuple):
         return [as_lists(item) for item in value]
     return (str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, SampledTokens, SamplerCapabilities
+from dovetail.api.sampler import Capture, Lines, SampledTokens, SamplerCapabilities
 from dovetail.runtime import step_inputs
 from dovetail.runtime.graphs import Builder, DecodeSteps, Graphs, Kind, decode_builders
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs
+from dovetail.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines
 from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes, sharing_row_sizes
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate, layout
@@ -33,9 +33,9 @@ class CapturableGreedy(Greedy):
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
         return Capture.TOKENS
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if capture is Capture.FULL:
-            return super().sample_captured(logits, rows, capture)
+            return super().sample_captured(logits, lines, capture)
         return SampledTokens(logits.argmax(dim=1))
 
 
@@ -156,6 +156,10 @@ def test_no_graph_is_larger_than_a_step_may_be() -> None:
 POOL = 100_000  # pages
 
 
+def lines(rows: list[int], ahead: int = 0) -> HostLines:
+    return HostLines(np.array(rows), np.full(len(rows), ahead, np.int32))
+
+
 def state_of(lens: dict[int, int], max_rows: int = 99) -> RowState:
     """Rows with so many known tokens, in blocks of 4: row r has the blocks 100 r, 100 r + 1, …"""
     state = RowState(max_rows, 4 * TABLE_ENTRIES, layout(4), torch.device("cpu"))
@@ -168,9 +172,9 @@ def state_of(lens: dict[int, int], max_rows: int = 99) -> RowState:
 
 def test_what_a_graph_reads_of_a_step_is_padded_with_nobodys_row() -> None:
     inputs = DecodeInputs(4, state_of({5: 1, 6: 2, 7: 3, 8: 4, 3: 9}))
-    inputs.fill(np.array([5, 6, 7, 8]), 0)
-    batch = inputs.fill(np.array([3]), 2)
-    assert inputs.rows.tolist() == [3, 99, 99, 99]
+    inputs.fill(lines([5, 6, 7, 8]), 0)
+    batch = inputs.fill(lines([3]), 2)
+    assert inputs.lines.rows.tolist() == [3, 99, 99, 99]
     assert [slots.tolist() for slots in batch.slots] == [[[302 * 4, *[4 * POOL] * 3]]]
     assert batch.kv_lens.tolist() == [9, 0, 0, 0]
     assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
@@ -185,7 +189,7 @@ def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small(more: i
     width = TABLE_ENTRIES // 8 + more
     state = state_of(dict.fromkeys(range(3), 4 * width))
     inputs = DecodeInputs(8, state)
-    ((table,),) = inputs.fill(np.arange(3), 0).block_tables
+    ((table,),) = inputs.fill(lines([0, 1, 2]), 0).block_tables
     assert table.shape == (8, width)
     assert table[:3].tolist() == (np.zeros((3, width)) if more else state.host_tables[0, :3, :width]).tolist()
     assert not table[3:].any()
@@ -193,7 +197,7 @@ def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small(more: i
 
 def test_inputs_keep_their_addresses() -> None:
     inputs = DecodeInputs(4, state_of({0: 3, 1: 8}))
-    batches = [inputs.fill(np.array(rows), 0) for rows in ([0], [1, 0])]
+    batches = [inputs.fill(lines(rows), 0) for rows in ([0], [1, 0])]
     assert len({(batch.slots[0].data_ptr(), batch.kv_lens.data_ptr(), batch.query_starts.data_ptr()) for batch in batches}) == 1
 
 

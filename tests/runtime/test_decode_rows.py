@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from dovetail.api.sampler import Lines
 from dovetail.runtime import decode_rows
 from dovetail.runtime import decode_rows_kernels as kernels
 from dovetail.runtime.row_state import RowState
@@ -35,8 +36,10 @@ class Step:
 
     max_len: int
     tokens: list[list[int]]  # of every row there is, one at least each
-    rows: list[int]  # padding included
-    sampled: list[int]  # of each of `rows`
+    drafts: list[list[int]]  # likewise
+    rows: list[int]  # of each line, padding included
+    ahead: list[int]
+    sampled: list[int]
     size: int  # of a hidden state
     oddities: list[tuple[int, int, float]]  # in the hidden states: index in `rows`, place, value
     dtype: torch.dtype
@@ -47,17 +50,22 @@ class Step:
 
     def state(self, device: torch.device) -> RowState:
         state = RowState(len(self.tokens), self.max_len, layout(4), device)
-        for row, tokens in enumerate(self.tokens):
-            state.token_ids[row, : len(tokens)] = torch.tensor(tokens)
+        for row, (tokens, drafts) in enumerate(zip(self.tokens, self.drafts, strict=True)):
+            state.token_ids[row, : len(tokens + drafts)] = torch.tensor(tokens + drafts)
             state.num_tokens[row] = len(tokens)
         return state
 
-    def numbers(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows [n], sampled ids [n], hidden states [n, size]."""
+    def numbers(self, device: torch.device) -> tuple[Lines, torch.Tensor, torch.Tensor]:
+        """Lines [n], sampled ids [n], hidden states [n, size]."""
         hidden = torch.randn(len(self.rows), self.size).to(self.dtype)
         for index, place, value in self.oddities:
             hidden[index, place] = value
-        return torch.tensor(self.rows, device=device), torch.tensor(self.sampled, device=device), hidden.to(device)
+        lines = Lines(torch.tensor(self.rows), torch.tensor(self.ahead, dtype=torch.int32))
+        return on(device, lines), torch.tensor(self.sampled, device=device), hidden.to(device)
+
+
+def on(device: torch.device, lines: Lines) -> Lines:
+    return Lines(*(each.to(device) for each in lines))
 
 
 ids = st.integers(0, 2**31 - 1)
@@ -67,12 +75,17 @@ ids = st.integers(0, 2**31 - 1)
 def steps(draw: st.DrawFn) -> Step:
     max_len = draw(st.integers(1, 33))
     tokens = draw(st.lists(st.lists(ids, min_size=1, max_size=max_len), min_size=1, max_size=6))
-    rows = draw(st.permutations(range(len(tokens))))[draw(st.integers(0, len(tokens))) :]
-    rows += [len(tokens)] * draw(st.integers(0 if rows else 1, 4))
-    sampled = draw(st.lists(ids, min_size=len(rows), max_size=len(rows)))
+    drafts = [draw(st.lists(ids, max_size=min(4, max_len - len(known)))) for known in tokens]
+    own = draw(st.permutations(range(len(tokens))))[draw(st.integers(0, len(tokens))) :]
+    lines = [(row, ahead) for row in own for ahead in range(1 + len(drafts[row]))]
+    sampled = [drafts[row][ahead] if ahead < len(drafts[row]) and draw(st.integers(0, 3)) else draw(ids) for row, ahead in lines]
+    padding = draw(st.integers(0 if own else 1, 4))
+    lines += [(len(tokens), 0)] * padding
+    sampled += [draw(ids) for _ in range(padding)]
     size = draw(st.sampled_from([1, 2, 48, 64, 1000, 5120]))
-    oddity = st.tuples(st.integers(0, len(rows) - 1), st.sampled_from([0, size // 2, size - 1]), st.sampled_from([NAN, -NAN, INF, -INF]))
-    return Step(max_len, tokens, rows, sampled, size, draw(st.lists(oddity, max_size=4)), draw(st.sampled_from(DTYPES)))
+    oddity = st.tuples(st.integers(0, len(lines) - 1), st.sampled_from([0, size // 2, size - 1]), st.sampled_from([NAN, -NAN, INF, -INF]))
+    odd, dtype = draw(st.lists(oddity, max_size=4)), draw(st.sampled_from(DTYPES))
+    return Step(max_len, tokens, drafts, [row for row, _ in lines], [ahead for _, ahead in lines], sampled, size, odd, dtype)
 
 
 def assert_same(ours: torch.Tensor, twins: torch.Tensor) -> None:
@@ -87,12 +100,12 @@ def assert_same(ours: torch.Tensor, twins: torch.Tensor) -> None:
 @some
 def test_the_kernels_are_their_twins(step: Step) -> None:
     ours, twins = step.state(DEVICE), step.state(CPU)
-    rows, sampled, hidden = step.numbers(DEVICE)
-    token_ids, positions = kernels.last_tokens(ours, rows)
-    for our, twin in zip((token_ids, positions), decode_rows.last_tokens(twins, rows.cpu()), strict=True):
+    lines, sampled, hidden = step.numbers(DEVICE)
+    token_ids, positions = kernels.last_tokens(ours, lines)
+    for our, twin in zip((token_ids, positions), decode_rows.last_tokens(twins, on(CPU, lines)), strict=True):
         assert_same(our, twin)
-    outputs = kernels.append(ours, rows, positions, sampled, hidden)
-    assert_same(outputs, decode_rows.append(twins, rows.cpu(), positions.cpu(), sampled.cpu(), hidden.cpu()))
+    outputs = kernels.append(ours, lines, positions, sampled, hidden)
+    assert_same(outputs, decode_rows.append(twins, on(CPU, lines), positions.cpu(), sampled.cpu(), hidden.cpu()))
     assert_same(ours.num_tokens, twins.num_tokens)
     assert_same(ours.token_ids[: step.nobody], twins.token_ids[: step.nobody])
 
@@ -101,11 +114,11 @@ def test_the_kernels_are_their_twins(step: Step) -> None:
 def test_the_kernels_compile_for_a_hopper() -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
-    state, rows = RowState(8, 100, layout(16), CPU), torch.zeros(3, dtype=torch.int64)
+    state, lines = RowState(8, 100, layout(16), CPU), Lines(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32))
     with compiling_for_hopper() as compiled:
-        token_ids, positions = kernels.last_tokens(state, rows)
+        token_ids, positions = kernels.last_tokens(state, lines)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            kernels.append(state, rows, positions, token_ids, torch.zeros(3, 1024, dtype=dtype))
+            kernels.append(state, lines, positions, token_ids, torch.zeros(3, 1024, dtype=dtype))
     assert [kernel.name for kernel in compiled] == ["_last_tokens", "_append", "_append", "_append"]
     for kernel in compiled:
         assert "griddepcontrol.wait" in kernel.ptx
@@ -120,22 +133,29 @@ def test_the_kernels_compile_for_a_hopper() -> None:
 @pytest.mark.usefixtures("with_kernels")
 @given(steps())
 @some
-def test_rows_grow_by_what_was_sampled_and_nobody_stays_as_it_was(step: Step) -> None:
+def test_rows_grow_by_what_was_sampled_up_to_a_draft_that_differs_and_nobody_stays_as_it_was(step: Step) -> None:
     state = step.state(DEVICE)
-    rows, sampled, hidden = step.numbers(DEVICE)
-    lists = [list(tokens) for tokens in step.tokens] + [[0]]
-    token_ids, positions = decode_rows.last_tokens(state, rows)
-    assert token_ids.tolist() == [lists[row][-1] for row in step.rows]
-    assert positions.tolist() == [len(lists[row]) - 1 for row in step.rows]
-    outputs = decode_rows.append(state, rows, positions, sampled, hidden)
-    assert outputs.tolist() == [step.sampled, hidden.isnan().any(dim=1).long().tolist()]
-    for row, token in zip(step.rows, step.sampled, strict=True):
-        lists[row] += [token] if row != step.nobody else []
-    assert state.num_tokens.tolist() == [len(tokens) for tokens in lists]
-    for row, tokens in enumerate(lists):
+    lines, sampled, hidden = step.numbers(DEVICE)
+    before = [tokens + drafts for tokens, drafts in zip(step.tokens, step.drafts, strict=True)] + [[0]]
+    lengths = [*map(len, step.tokens), 1]
+    token_ids, positions = decode_rows.last_tokens(state, lines)
+    assert positions.tolist() == [lengths[row] - 1 + ahead for row, ahead in zip(step.rows, step.ahead, strict=True)]
+    assert token_ids.tolist() == [before[row][position] for row, position in zip(step.rows, positions.tolist(), strict=True)]
+    outputs = decode_rows.append(state, lines, positions, sampled, hidden)
+    grown, counts = [*map(list, step.tokens), [0]], [0] * len(step.rows)
+    for first, row in enumerate(step.rows):
+        if step.ahead[first] == 0:
+            drafts = step.drafts[row] if row < step.nobody else []
+            own = step.sampled[first : first + len(drafts) + 1]
+            counts[first] = 1 + next((index for index, draft in enumerate(drafts) if own[index] != draft), len(drafts))
+            grown[row] += own[: counts[first]] if row < step.nobody else []
+    assert outputs.tolist() == [step.sampled, hidden.isnan().any(dim=1).long().tolist(), counts]
+    assert state.num_tokens.tolist() == [len(tokens) for tokens in grown]
+    for row, tokens in enumerate(grown[: step.nobody]):
         kept = state.token_ids[row].tolist()
         assert kept[: len(tokens)] == tokens
-        assert row == step.nobody or not any(kept[len(tokens) :]), "what lies behind isn't touched"
+        assert kept[len(tokens) : len(before[row])] == before[row][len(tokens) :]
+        assert not any(kept[max(len(tokens), len(before[row])) :]), "what lies behind isn't touched"
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="without the interpreter, test_decode_graphs says so of the twins, and tests/gpu of real graphs")

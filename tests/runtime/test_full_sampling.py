@@ -107,21 +107,21 @@ class Story:
                 self.told.append(int(result.logprobs.ranks[place]))
 
 
-def bench_with_the_default_sampler() -> Bench:
-    bench = Bench(max_rows=ROWS, num_blocks=400)
-    sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, bench.rows.history))
+def bench_with_the_default_sampler(max_lines: int = ROWS) -> Bench:
+    bench = Bench(max_rows=ROWS, num_blocks=400, max_lines=max_lines)
+    sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, bench.rows.history, max_lines - ROWS))
     sampler.prepare(ROWS)
     bench.sampler = bench.runner.sampler = sampler  # type: ignore[assignment]
     return bench
 
 
-def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, WatchedGraphs]:
+def replaying(patch: pytest.MonkeyPatch, max_lines: int = ROWS) -> tuple[Bench, WatchedGraphs]:
     """With kernels, and graphs of all that a step samples."""
     take_kernels(patch, default, table, logprobs)
     keep_launches(patch)
-    bench = bench_with_the_default_sampler()
+    bench = bench_with_the_default_sampler(max_lines)
     patch.setattr(bench.sampler, "sample", lambda *asked: pytest.fail("sampled as it is"))
-    return bench, give_graphs(bench, decode_builders(bench.runner.parts, ROWS))
+    return bench, give_graphs(bench, decode_builders(bench.runner.parts, max_lines))
 
 
 @interpreted
@@ -136,6 +136,44 @@ def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(st
     for step in story:
         plain.play(step)
     assert replayed.told == pytest.approx(plain.told, abs=1e-4)
+
+
+@interpreted
+@examples(quick=1, full=50)
+@given(asked=st.tuples(samplings, samplings), steps=st.lists(st.tuples(*[st.lists(st.booleans(), max_size=2)] * ROWS), min_size=2, max_size=3))
+def test_lines_are_drawn_in_graphs_as_plain_sampling_draws_tokens_one_by_one(
+    asked: tuple[RowSampling, RowSampling], steps: list[tuple[list[bool], list[bool]]]
+) -> None:
+    """`steps`: of the drafts of each row, which are right."""
+
+    def begun(bench: Bench) -> list[list[int]]:
+        first = bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4], asked[0]), bench.new(1, [5], asked[1])])
+        return [[token] for token in first.token_ids.tolist()]
+
+    plain = bench_with_the_default_sampler()
+    expected = begun(plain)
+    for _ in range(9):
+        for own, token in zip(expected, plain.run({0: 1, 1: 1}).token_ids.tolist(), strict=True):
+            own.append(token)
+    with pytest.MonkeyPatch.context() as patch:
+        bench, graphs = replaying(patch, 3 * ROWS)
+        got = begun(bench)
+        for rights in steps:
+            comes = [tokens[len(own) :] for tokens, own in zip(expected, got, strict=True)]
+            drafts = [
+                [token if right else (token + 1) % NAN_TOKEN for token, right in zip(own, flags, strict=False)]
+                for own, flags in zip(comes, rights, strict=True)
+            ]
+            result = bench.check({0: 1, 1: 1}, dict(enumerate(drafts)))
+            assert result.counts is not None
+            assert result.logprobs is None or result.logprobs.token_ids[:, 0].tolist() == result.token_ids.tolist()
+            tokens = result.token_ids.tolist()
+            for own, flags, count in zip(got, rights, result.counts.tolist(), strict=True):
+                assert count == 1 + [*flags, False].index(False)
+                own += tokens[:count]
+                del tokens[:count]
+        assert {kind for kind, _ in graphs.replayed[1:]} <= {Kind.DECODE, Kind.DECODE_FULL}
+    assert got == [tokens[: len(own)] for tokens, own in zip(expected, got, strict=True)]
 
 
 @interpreted

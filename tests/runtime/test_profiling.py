@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.runtime.profiling import biggest_batch, peak_bytes
+from dovetail.runtime.profiling import biggest_batch, drafting_batch, peak_bytes
 from dovetail.runtime.row_state import RowState
 from tests.runtime.fakes import Bench, layout
 
@@ -21,13 +21,23 @@ def test_the_batch_that_is_profiled_is_within_all_limits_and_as_big_as_they_allo
     assert int(batch.num_tokens.sum()) == min(max_tokens // len(batch.rows), max_len) * len(batch.rows)
 
 
+@pytest.mark.parametrize(("max_rows", "lines"), [(4, 4), (4, 13), (1, 9), (200, 3)])
+def test_a_batch_with_drafts_has_as_many_lines_as_asked_for(max_rows: int, lines: int) -> None:
+    rows = RowState(max_rows, 64, layout(4), torch.device("cpu"), max_lines=lines)
+    batch = drafting_batch(rows, lines)
+    rows.update(batch)
+    assert int(batch.num_lines.sum()) == lines
+    assert len(batch.rows) == min(max_rows, lines)
+    assert int(batch.num_lines.max()) == -(-lines // len(batch.rows))
+
+
 def test_the_peak_counts_what_torch_and_others_hold_and_leaves_the_rows_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     known = []
-    monkeypatch.setattr(bench.rows, "advance", lambda *step: known.append(bench.rows.known.copy()))
+    monkeypatch.setattr(bench.rows, "advance", lambda *step: known.append(bench.rows.known + step[1]))
     for name, value in {"empty_cache": None, "reset_peak_memory_stats": None, "max_memory_allocated": 500, "memory_reserved": 300}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000, 10_000))
     assert peak_bytes(bench.runner, 32) == (10_000 - 8_000 - 300) + 500
-    assert [count.tolist() for count in known] == [[9] * 4]  # 8 tokens a row, and the one that was sampled
+    assert [count.tolist() for count in known] == [[16] * 4]  # the 8 tokens of a row that are known, and as many that were computed
     assert not np.any(bench.rows.known)

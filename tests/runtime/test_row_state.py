@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.kv_cache import HOLE
-from dovetail.api.sampler import RowSampling
+from dovetail.api.sampler import Lines, RowSampling
 from dovetail.errors import DovetailError
 from dovetail.runtime import row_state
+from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState, counts_within
 from tests.runtime.fakes import layout
 from tests.support import examples
@@ -48,6 +49,13 @@ def new(row: int, tokens: list[int], blocks: list[int]) -> NewRow:
     return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), 0, (np.array(blocks, np.int32),), RowSampling())
 
 
+def grow(state: RowState, rows: list[int], tokens: list[int]) -> None:
+    """Append a token to each of these rows, as a step does."""
+    lines = Lines(torch.tensor(rows, dtype=torch.int64), torch.zeros(len(rows), dtype=torch.int32))
+    append(state, lines, last_tokens(state, lines)[1], torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(rows), 1))
+    state.known[rows] += 1
+
+
 def assert_tables(state: RowState, plain: dict[int, PlainRow]) -> None:
     for row, expected in plain.items():
         tables = state.tables[0, row].tolist(), state.host_tables[0, row].tolist()
@@ -79,7 +87,7 @@ def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
         sampled = [data.draw(ids) for _ in sampling]
         for row, token in zip(sampling, sampled, strict=True):
             plain[row].tokens.append(token)
-        state.append(torch.tensor(sampled, dtype=torch.int64), torch.tensor(sampling, dtype=torch.int64), np.array(sampling, np.int64))
+        grow(state, sampling, sampled)
         if data.draw(st.booleans(), label="the table is read"):
             assert_tables(state, plain)
     assert_tables(state, plain)
@@ -134,7 +142,7 @@ def test_more_blocks_than_a_row_holds_are_refused() -> None:
 def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
     state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
     state.update(batch(added=[new(0, [5] * MAX_LEN, [1]), new(1, [7], [2])]))
-    state.append(torch.tensor([9, 8]), torch.tensor([0, 1]), np.array([0, 1]))
+    grow(state, [0, 1], [9, 8])
     assert state.token_ids[0].tolist() == [5] * MAX_LEN + [9]
     assert state.token_ids[1, :2].tolist() == [7, 8]
     assert state.known[:2].tolist() == [MAX_LEN + 1, 2]
@@ -143,7 +151,7 @@ def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
 def test_a_step_beyond_the_end_of_a_row_is_refused() -> None:
     state = RowState(MAX_ROWS, 2 * BLOCK_SIZE - 1, LAYOUT, torch.device("cpu"))  # the last block could hold one token more
     state.update(batch(added=[new(0, [5] * 5, [1, 2])]))
-    state.append(torch.tensor([9]), torch.tensor([0]), np.array([0]))
+    grow(state, [0], [9])
     beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([6], np.int32), yields_token=np.array([True]))
     with pytest.raises(DovetailError, match=r"request 'r0'.*a row holds 5"):
         state.check(beyond)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, RowSampling, SampledTokens
+from dovetail.api.sampler import Capture, Lines, RowSampling, SampledTokens
 from dovetail.runtime.graphs import SamplingSteps, decode_builders
 from tests.runtime.fakes import NAN_TOKEN, Bench, generate
 from tests.runtime.recorded import give_graphs
@@ -26,9 +26,9 @@ class GreedyWithoutLogprobs(CapturableGreedy):
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
         return Capture.TOKENS if all(self.rows[row].logprobs is None for row in host_rows.tolist()) else None
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64]) -> SampledTokens:
-        self.launched += len(rows)
-        return super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]) -> SampledTokens:
+        self.launched += len(host_rows)
+        return super().sample(logits, lines, host_rows)
 
 
 def with_sampling_graphs(bench: Bench, of: type[GreedyWithoutLogprobs] = GreedyWithoutLogprobs) -> GreedyWithoutLogprobs:

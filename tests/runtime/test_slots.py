@@ -14,7 +14,7 @@ from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime import row_state
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.step_inputs import DecodeInputs, HostInputs, MixedInputs
+from dovetail.runtime.step_inputs import DecodeInputs, HostInputs, HostLines, MixedInputs
 from tests.kernels import DEVICE, INTERPRETED, ON_GPU, take_kernels
 from tests.runtime.fakes import layout
 from tests.support import examples
@@ -66,6 +66,6 @@ def test_each_token_of_a_step_has_its_slots_and_padding_the_waste_page(groups: i
     assert fixed.rows(0).slots.tolist() == slots_of(state, [None] * SIZE)
     padding = [None] * (SIZE - len(tokens))
     assert fixed.fill(host, np.zeros(0, np.int64)).slots.tolist() == slots_of(state, [*tokens, *padding])
-    decode = DecodeInputs(MAX_ROWS, state).fill(rows[::-1].astype(np.int64), 0)
+    decode = DecodeInputs(MAX_ROWS, state).fill(HostLines(rows[::-1].astype(np.int64), np.zeros(len(rows), np.int32)), 0)
     last = [(row, count - 1) for row, count in enumerate(lens)][::-1]
     assert torch.cat(decode.slots).tolist() == slots_of(state, [*last, *[None] * (MAX_ROWS - len(lens))])

@@ -24,7 +24,8 @@ from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.parallel import SINGLE, SingleGroup
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.worker import Worker
-from tests.runtime.demo import BLOCK_BYTES, DEMO, context, decode, prefill
+from dovetail_samplers.default import DefaultSampler
+from tests.runtime.demo import BLOCK_BYTES, DEMO, DRAFT, context, decode, prefill
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 17, 200, 31, 8, 90, 12, 44, 7, 7, 301], [9, 12], [400, 3, 77]]
@@ -203,6 +204,30 @@ def test_a_model_that_nobody_serves_is_refused_by_name(tmp_path: Path) -> None:
         worker(model=str(tmp_path / "model")).load(CPU)
 
 
+def test_speculation_is_refused_where_drafts_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded()[1].max_lines == 0
+    assert loaded(max_drafts=3)[1].max_lines == 16
+    assert loaded(max_drafts=100)[1].max_lines == 128, "no more than the tokens of a step"
+    plan = ModelPlan.of(context().config, context().models, SINGLE, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelPlan, "of", lambda *asked: replace(plan, states=(object(),)))
+        with pytest.raises(UnsupportedError, match="recurrent layers, whose states can't take back a rejected draft"):
+            loaded(max_drafts=3)
+    monkeypatch.setattr(DefaultSampler, "capabilities", replace(DefaultSampler.capabilities, drafts=False))
+    with pytest.raises(UnsupportedError, match=r"sampler dovetail:default can't check drafts \(SamplerCapabilities.drafts\)"):
+        loaded(max_drafts=3)
+
+
 def test_without_a_sampler_it_says_so() -> None:
     with pytest.raises(ConfigError, match=r"^executor ours needs a sampler"):
         worker(sampler=None).load(CPU)
+
+
+def test_the_time_of_a_draft_is_measured() -> None:
+    rank, capacity = loaded(max_drafts=3, draft_model=DRAFT)
+    rows, seconds = zip(*rank.draft_costs, strict=True)
+    assert rows == (1, 4)
+    assert min(seconds) > 0
+    assert capacity.details["draft_model"] == f"{DRAFT}, 0.1M"
+    assert rank.runner is not None
+    assert not rank.runner.rows.known.any(), "no row is left"

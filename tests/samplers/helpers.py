@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import RowHistory, SampledTokens, SamplerContext
+from dovetail.api.sampler import Lines, RowHistory, SampledTokens, SamplerContext
 from dovetail.testing.suites.sampler_bench import STALE, Row
 from dovetail_samplers.default import DefaultSampler
 
@@ -20,33 +20,46 @@ class Ready:
 
     sampler: DefaultSampler
     logits: torch.Tensor
-    rows: torch.Tensor
+    lines: Lines
     host_rows: np.ndarray
 
     def sample(self) -> SampledTokens:
-        return self.sampler.sample(self.logits, self.rows, self.host_rows)
+        return self.sampler.sample(self.logits, self.lines, self.host_rows)
+
+
+def plain(rows: Sequence[int], device: str = "cpu") -> Lines:
+    """A line of each of these rows, without drafts."""
+    return Lines(torch.tensor(rows, dtype=torch.int64, device=device), torch.zeros(len(rows), dtype=torch.int32, device=device))
+
+
+def with_drafts(rows: Sequence[Row], drafts: Sequence[Sequence[int]]) -> tuple[list[Row], list[int], list[Row]]:
+    """Return the lines of rows with these drafts, the row of each, and a row of its own for each, whose output the drafts are."""
+    lines = [replace(row, drafts=tuple(own[:ahead])) for row, own in zip(rows, drafts, strict=True) for ahead in range(len(own) + 1)]
+    places = [place for place, own in enumerate(drafts) for _ in range(len(own) + 1)]
+    return lines, places, [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
 
 
 def ready(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Ready:
-    """One batch of all; `places` are their rows in the history (0, 1, … if not given)."""
+    """One batch of all; `places` are their rows in the history (0, 1, … if not given). Lines of one row have the same place, and share its drafts:
+    the last has the most."""
     vocab = len(rows[0].logits)
     places = list(range(len(rows))) if places is None else list(places)
-    max_rows, longest = max(places) + 1, max(len(r.prompt) + len(r.output) for r in rows) + 3
+    max_rows, longest = max(places) + 1, max(len(r.tokens) for r in rows) + 3
     history = RowHistory(
-        torch.full((max_rows, longest), STALE, dtype=torch.int32),
-        torch.zeros(max_rows, dtype=torch.int32),
-        torch.zeros(max_rows, dtype=torch.int32),
+        torch.full((max_rows + 1, longest), STALE, dtype=torch.int32),
+        torch.zeros(max_rows + 1, dtype=torch.int32),
+        torch.zeros(max_rows + 1, dtype=torch.int32),
     )
     for place, row in zip(places, rows, strict=True):
-        tokens = row.prompt + row.output
-        history.token_ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        history.num_tokens[place], history.prompt_lens[place] = len(tokens), len(row.prompt)
+        history.token_ids[place, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int32)
+        history.num_tokens[place], history.prompt_lens[place] = len(row.prompt) + len(row.output), len(row.prompt)
     history = RowHistory(history.token_ids.to(device), history.num_tokens.to(device), history.prompt_lens.to(device))
-    sampler = DefaultSampler(NoOptions(), SamplerContext(device, vocab, history))
+    sampler = DefaultSampler(NoOptions(), SamplerContext(device, vocab, history, max(len(r.drafts) for r in rows)))
     sampler.prepare(max_rows)
     sampler.update([], [(place, row.sampling) for place, row in zip(places, rows, strict=True)])
     logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
-    return Ready(sampler, logits, torch.tensor(places, device=device), np.array(places, dtype=np.int32))
+    ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
+    return Ready(sampler, logits, Lines(torch.tensor(places, device=device), ahead), np.array(places, dtype=np.int32))
 
 
 def sample(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> SampledTokens:
@@ -56,7 +69,7 @@ def sample(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torc
 def changed(rows: Sequence[Row]) -> np.ndarray:
     """The logits after rules and penalties, before temperature: [rows, vocab]."""
     r = ready(rows)
-    r.sampler._change_logits(r.logits, r.rows, r.host_rows, r.sampler._table.needs[r.host_rows])
+    r.sampler._change_logits(r.logits, r.lines, r.host_rows, r.sampler._table.needs[r.host_rows])
     return r.logits.numpy()
 
 

@@ -19,7 +19,7 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail_samplers import default, device_changes, table
 from dovetail_samplers.default import CAPTURED_LOGPROBS
 from tests.kernels import DEVICE, DTYPES, ON_GPU, runs_kernels, take_kernels
-from tests.samplers.helpers import Ready, Row, ready
+from tests.samplers.helpers import Ready, Row, plain, ready, with_drafts
 from tests.support import examples
 
 pytest.importorskip("triton")
@@ -73,13 +73,13 @@ def any_rows(draw: st.DrawFn, most: int = 4) -> list[Row]:
 def twin_of(r: Ready) -> torch.Tensor:
     """The logits as plain torch changes them."""
     changed = r.logits.to(torch.float32, copy=True)
-    r.sampler._change_logits(changed, r.rows, r.host_rows, r.sampler._table.needs[r.host_rows])
+    r.sampler._change_logits(changed, r.lines, r.host_rows, r.sampler._table.needs[r.host_rows])
     return changed
 
 
 def changed(r: Ready) -> torch.Tensor:
     assert r.sampler._changes is not None
-    return r.sampler._changes.change(r.logits, r.rows)
+    return r.sampler._changes.change(r.logits, r.lines)
 
 
 def bits(logits: torch.Tensor) -> object:
@@ -104,7 +104,7 @@ def test_logits_are_changed_as_the_twin_does_to_the_bit(rows: list[Row], dtype: 
 def test_what_is_captured_in_full_is_what_is_sampled(rows: list[Row], places: list[int], dtype: torch.dtype) -> None:
     r = ready(rows, places[: len(rows)], dtype=dtype, device=str(DEVICE))
     assert r.sampler.capture_for(r.host_rows) is not None
-    assert_same(r, r.sampler.sample_captured(r.logits, r.rows, Capture.FULL), r.sample())
+    assert_same(r, r.sampler.sample_captured(r.logits, r.lines, Capture.FULL), r.sample())
 
 
 def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> None:
@@ -122,17 +122,28 @@ def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> No
 
 
 @runs_kernels
+@given(rows=any_rows(most=2), data=st.data())
+@few
+def test_a_line_after_drafts_is_changed_and_drawn_as_a_row_that_has_them(rows: list[Row], data: st.DataObject) -> None:
+    token = st.integers(0, len(rows[0].logits) - 1)
+    lines, places, own = with_drafts(rows, [data.draw(st.lists(token, max_size=3)) for _ in rows])
+    ours, theirs = ready(lines, places, device=str(DEVICE)), ready(own, device=str(DEVICE))
+    assert bits(changed(ours)) == bits(twin_of(ours)) == bits(changed(theirs))
+    assert_same(ours, ours.sampler.sample_captured(ours.logits, ours.lines, Capture.FULL), theirs.sample())
+
+
+@runs_kernels
 @given(rows=any_rows(most=5), most=st.integers(1, 3))
 @few
 def test_how_many_rows_there_is_room_for_changes_nothing(rows: list[Row], most: int) -> None:
     r = ready(rows, device=str(DEVICE))
-    expected = r.sampler.sample_captured(r.logits, r.rows, Capture.FULL)
+    expected = r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_changes, "AT_ONCE", most * r.logits.shape[1])
         narrow = ready(rows, device=str(DEVICE))
     assert narrow.sampler._changes is not None
     assert narrow.sampler._changes.most == min(most, len(rows))
-    assert_same(r, narrow.sampler.sample_captured(r.logits, r.rows, Capture.FULL), expected)
+    assert_same(r, narrow.sampler.sample_captured(r.logits, r.lines, Capture.FULL), expected)
 
 
 @runs_kernels
@@ -144,7 +155,7 @@ def test_log_probabilities_are_captured_without_their_kernel_too(monkeypatch: py
     r = ready([Row(np.linspace(0, 3, 30).tolist(), RowSampling(seed=seed, **way), (3,), (29,)) for seed, way in enumerate(ways)], device=str(DEVICE))
     expected = r.sample()
     monkeypatch.setattr("dovetail.nn.kernels.logprobs.top_logprobs", fail)
-    captured = r.sampler.sample_captured(r.logits, r.rows, Capture.FULL)
+    captured = r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)
     assert captured.logprobs is not None
     assert expected.logprobs is not None
     assert captured.token_ids.tolist() == expected.token_ids.tolist()
@@ -157,7 +168,7 @@ def test_log_probabilities_are_captured_without_their_kernel_too(monkeypatch: py
 def test_padding_changes_nothing() -> None:
     rows = [Row([0.0, 1.0, 2.0], RowSampling(temperature=0.0, repetition_penalty=3.0, logprobs=1), (2,)), Row([9.0, 1.0, 2.0], RowSampling(top_k=2))]
     r = ready(rows, device=str(DEVICE))
-    logits, index = torch.cat((r.logits, r.logits * torch.nan)), torch.tensor([0, 1, 2, 2], device=DEVICE)
+    logits, index = torch.cat((r.logits, r.logits * torch.nan)), plain([0, 1, 2, 2], str(DEVICE))
     padded = r.sampler.sample_captured(logits, index, Capture.FULL)
     assert padded.token_ids[2:].tolist() == [0, 0]
     assert_same(r, replace(padded, token_ids=padded.token_ids[:2]), r.sample())
@@ -202,4 +213,4 @@ def test_without_kernels_nothing_is_captured_in_full(monkeypatch: pytest.MonkeyP
     r = ready([Row([0.0, 1.0], RowSampling(repetition_penalty=2.0))])
     assert r.sampler.capture_for(r.host_rows) is None
     with pytest.raises(UnsupportedError, match="DefaultSampler can't be captured in a CUDA graph: FULL"):
-        r.sampler.sample_captured(r.logits, r.rows, Capture.FULL)
+        r.sampler.sample_captured(r.logits, r.lines, Capture.FULL)

@@ -18,7 +18,7 @@ from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
 from dovetail_samplers.table import DeviceRows, Parameters, draw_plain
 from tests.kernels import DEVICE, DTYPES, ON_GPU, runs_kernels
-from tests.samplers.helpers import Ready, Row, ready
+from tests.samplers.helpers import Ready, Row, plain, ready, with_drafts
 from tests.support import FULL, examples
 
 pytest.importorskip("triton")
@@ -76,17 +76,17 @@ def filtered_rows(draw: st.DrawFn, max_vocab: int = 150) -> list[Row]:
 
 def fused_draw(r: Ready, sizes: Sizes = SMALL) -> list[int]:
     device_rows, history = r.sampler._device_rows, r.sampler.context.history
-    return fused.draw(r.logits, r.rows, device_rows.records, history, device_rows.hashes, sizes).tolist()
+    return fused.draw(r.logits, r.lines, device_rows.records, history, device_rows.hashes, sizes).tolist()
 
 
 def plain_draws(r: Ready) -> list[set[int]]:
     """The twin's tokens in float64, with top-p and min-p as they are and moved by what rounding may move them."""
     device_rows, history = r.sampler._device_rows, r.sampler.context.history
-    of = device_rows.parameters(r.rows)
+    of = device_rows.parameters(r.lines.rows)
     tokens = []
     for moved in (-1e-5, 0.0, 1e-5):
         near = Parameters(of.temperature, of.top_k, of.top_p * (1 + moved), of.min_p * (1 + moved), of.seed_states)
-        tokens.append(draw_plain(r.logits, r.rows, near, history, device_rows.hashes).tolist())
+        tokens.append(draw_plain(r.logits, r.lines, near, history, device_rows.hashes).tolist())
     return [set(choices) for choices in zip(*tokens, strict=True)]
 
 
@@ -199,9 +199,18 @@ def test_a_row_without_numbers_gets_a_valid_token_and_leaves_the_others_alone(va
 
 
 @runs_kernels
+@given(rows=filtered_rows(), data=st.data())
+@few
+def test_a_line_after_drafts_is_drawn_as_a_row_that_has_them(rows: list[Row], data: st.DataObject) -> None:
+    drafts = [data.draw(st.lists(st.just(0), max_size=3)) for _ in rows]
+    lines, places, own = with_drafts(rows, drafts)
+    assert fused_draw(ready(lines, places, device=str(DEVICE))) == fused_draw(ready(own, device=str(DEVICE)))
+
+
+@runs_kernels
 def test_padding_reads_nothing_and_gets_a_valid_token() -> None:
     r = ready([Row([0.0, 1.0, 2.0], RowSampling(temperature=0.0)), Row([9.0, 1.0, 2.0], RowSampling(top_k=2))], device=str(DEVICE))
-    padded = replace(r, logits=torch.cat((r.logits, r.logits * torch.nan)), rows=torch.tensor([0, 1, 2, 2], device=DEVICE))
+    padded = replace(r, logits=torch.cat((r.logits, r.logits * torch.nan)), lines=plain([0, 1, 2, 2], str(DEVICE)))
     assert fused_draw(padded) == [*fused_draw(r), 0, 0]
 
 
@@ -219,7 +228,7 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
     wide[:, :3] = r.logits
     assert fused_draw(replace(r, logits=wide[:, :3])) == [1, 2]
     assert fused_draw(replace(r, logits=r.logits.t().contiguous().t())) == [1, 2]
-    assert fused_draw(replace(r, logits=r.logits[:0], rows=r.rows[:0])) == []
+    assert fused_draw(replace(r, logits=r.logits[:0], lines=plain([], str(DEVICE)))) == []
 
 
 # ---- the sampler
@@ -230,8 +239,8 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
 def test_what_is_captured_gives_the_tokens_that_are_sampled(rows: list[Row]) -> None:
     r = ready(rows)
     assert r.sampler.capture_for(r.host_rows) is Capture.TOKENS
-    captured = r.sampler.sample_captured(r.logits, r.rows, Capture.TOKENS).token_ids.tolist()
-    sampled = r.sampler.sample(r.logits.clone(), r.rows, r.host_rows).token_ids.tolist()
+    captured = r.sampler.sample_captured(r.logits, r.lines, Capture.TOKENS).token_ids.tolist()
+    sampled = r.sampler.sample(r.logits.clone(), r.lines, r.host_rows).token_ids.tolist()
     assert all(mine in choices and theirs in choices for mine, theirs, choices in zip(captured, sampled, plain_draws(r), strict=True))
 
 
@@ -255,7 +264,7 @@ def test_what_needs_more_than_temperature_and_filters_is_not_captured(more: dict
 
 def padded(r: Ready, rows: Sequence[int]) -> list[int]:
     logits = r.logits[[min(row, len(r.logits) - 1) for row in rows]]
-    return r.sampler.sample_captured(logits, torch.tensor(rows), Capture.TOKENS).token_ids.tolist()
+    return r.sampler.sample_captured(logits, plain(rows), Capture.TOKENS).token_ids.tolist()
 
 
 def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> None:
@@ -275,7 +284,7 @@ def test_a_sampler_that_says_nothing_is_not_captured() -> None:
         sample_captured = Sampler.sample_captured
 
     empty = torch.zeros(1, dtype=torch.int32)
-    plain = Plain(NoOptions(), SamplerContext("cpu", 4, RowHistory(empty[None], empty, empty)))
-    assert plain.capture_for(np.array([0])) is None
+    sampler = Plain(NoOptions(), SamplerContext("cpu", 4, RowHistory(empty[None], empty, empty)))
+    assert sampler.capture_for(np.array([0])) is None
     with pytest.raises(UnsupportedError, match="Plain"):
-        plain.sample_captured(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), Capture.TOKENS)
+        sampler.sample_captured(torch.zeros(1, 4), plain([0]), Capture.TOKENS)

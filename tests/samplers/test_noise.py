@@ -139,3 +139,16 @@ def test_a_gpu_makes_the_same_bits() -> None:
 
 def test_seeds_that_share_64_bits_are_the_same() -> None:
     assert seed_state(-1) == seed_state(2**64 - 1)
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.5, 2.0])
+def test_samples_of_two_distributions_with_the_same_noise_agree_as_often_as_the_formula_says(scale: float) -> None:
+    """The acceptance of drafts that are drawn with the noise of the model that checks them: see docs/speculation.md."""
+    logits, difference = np.random.default_rng(1).normal(size=(2, 300)) * 2
+    p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, logits + scale * difference))
+    formula = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(len(p)))
+    draws = 20_000
+    race = exponentials(streams([11] * draws, list(range(draws))), id_hashes(len(p))).double().numpy()
+    measured = np.mean((race / p).argmin(1) == (race / q).argmin(1))
+    assert abs(measured - formula) < 4 * np.sqrt(formula * (1 - formula) / draws)
+    assert formula < np.minimum(p, q).sum(), "rejection sampling would accept more, and give up that a seed has its tokens"

@@ -38,7 +38,7 @@ class Collector:
         if output.finished:
             self.over.set()
 
-    def on_text(self, text: str) -> None:
+    def on_text(self, text: str, tokens: int) -> None:
         self.texts.append(text)
         self.outputs.append(RequestOutput("", None, (), [CompletionOutput(0, text, [])], finished=False))
 

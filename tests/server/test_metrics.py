@@ -103,10 +103,29 @@ def test_the_engines_times_part_a_request_into_queue_prefill_and_decode(metrics:
 def test_a_request_that_goes_away_after_its_first_token_is_in_the_histograms_of_engine_times(metrics: ServerMetrics, reason: FinishReason) -> None:
     meter = metrics.meter()
     meter.saw(output(1, times=RequestMetrics(10.0, 12.0, 15.0)))
-    meter.saw_token()
+    meter.saw_tokens(1)
     meter.ended(reason)
     parts = {name: value(metrics, f"vllm:request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode", "inference")}
     assert parts == {"queue": 2.0, "prefill": 3.0, "decode": 6.0, "inference": 9.0}
+
+
+def test_drafts_are_those_of_the_engine() -> None:
+    load = Load(draft_rows=10, draft_tokens=40, accepted_drafts=(8, 5), drafting_s=0.25)
+    metrics = ServerMetrics(cast(ServedEngine, IdleEngine(load)), front_end=1)
+    counts = {name: value(metrics, f"vllm:spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")}
+    assert counts == {"drafts": 10, "draft_tokens": 40, "accepted_tokens": 13}
+    assert [value(metrics, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position=position) for position in "01"] == [8, 5]
+    assert value(metrics, "dovetail_drafting_seconds_total") == 0.25
+    assert metrics.live()["accepted_drafts"] == (8, 5)
+
+
+def test_an_output_of_several_tokens_is_one_gap(metrics: ServerMetrics, clock: Clock) -> None:
+    meter = metrics.meter()
+    meter.saw(output(1))
+    clock.time += 0.5
+    meter.saw_tokens(3)
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 1
+    assert value(metrics, "vllm:generation_tokens_total") == 4
 
 
 def test_samples_of_one_prompt_have_a_gap_each_and_a_mean_of_their_own(metrics: ServerMetrics, clock: Clock) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from dovetail_server.frames import StepFrame, ToEngine, ToFrontEnd
 from dovetail_server.host import EngineHost
 from dovetail_server.links import Line, Take, ZmqLine, ZmqPost
 from dovetail_server.remote import RemoteEngine
+from tests.e2e import drafting
+from tests.registry.fakes import Site
+from tests.registry.site import site  # noqa: F401
 from tests.server.engines import DEMO, PATIENCE_S, Collector, Link, Served, served
 
 both = pytest.mark.parametrize("link", ["thread", "zmq"])
@@ -89,6 +92,38 @@ def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: P
             assert (last.prompt, list(last.prompt_token_ids)) == (expected.prompt, list(expected.prompt_token_ids))
             assert last.metrics is not None
             assert last.metrics.first_token_time is not None
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
+    is_plain: bool,
+    tmp_path: Path,
+    offline: list[RequestOutput],
+    site: Site,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafting.install(site)
+    answers: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for output in offline:
+        answers.setdefault(tuple(output.prompt_token_ids), []).extend(sample.token_ids for sample in output.outputs)
+    monkeypatch.setattr(drafting, "ANSWERS", answers)
+
+    async def main() -> None:
+        async with served("zmq", tmp_path, speculation={"drafter": "alternating", "max_drafts": 4}, executor="free") as at:
+            asked = (ask(at.engine, str(i), PROMPTS[i], params, is_plain=is_plain) for i, params in enumerate(many_params()))
+            heard = await asyncio.gather(*asked)
+            await at.until_all_is_free()
+            load = at.engine.load
+            assert load.draft_tokens > sum(load.accepted_drafts) > load.draft_rows / 4
+        for listener, params, expected in zip(heard, many_params(), offline, strict=True):
+            for sample, its in zip(listener.samples(), expected.outputs, strict=True):
+                assert (sample.text, sample.finish_reason, sample.stop_reason) == (its.text, its.finish_reason, its.stop_reason)
+                assert is_plain or list(sample.token_ids) == list(its.token_ids)
+                assert own_logprobs(sample.logprobs) == pytest.approx(own_logprobs(its.logprobs), abs=1e-4)
+                assert len(sample.logprobs or ()) == (len(its.token_ids) if params.logprobs is not None else 0)
+        assert sum(len(listener.outputs) for listener in heard) < 0.7 * sum(len(s.token_ids) for output in offline for s in output.outputs)
 
     run(main())
 
@@ -212,7 +247,7 @@ def test_a_failing_listener_does_not_affect_others(tmp_path: Path, where: str) -
             if where == "on_output":
                 raise ValueError("a bug")
 
-        def on_text(self, text: str) -> None:
+        def on_text(self, text: str, tokens: int) -> None:
             raise ValueError("a bug")
 
     async def main() -> None:

@@ -41,6 +41,10 @@ class Load:
     free_blocks: int = 0  # without reusable K and V
     cached_blocks: int = 0  # in no table, with reusable K and V
     held_by_group: tuple[int, ...] = ()  # `held_blocks` by cache group; empty: not told apart
+    draft_rows: int = 0  # since the engine's start, as all that follows: rows of steps that checked drafts
+    draft_tokens: int = 0  # drafts that they checked
+    accepted_drafts: tuple[int, ...] = ()  # accepted ones by position
+    drafting_s: float = 0.0  # time that steps waited for the drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +77,9 @@ class Listener(Protocol):
     def is_plain(self) -> bool:
         """True to receive plain tokens through `on_text`. Read after each output."""
 
-    def on_text(self, text: str) -> None:
-        """Take the text of one token, perhaps empty: replaces an output without further news, for requests of one sample. Called only after an
-        output, and never for the last one."""
+    def on_text(self, text: str, tokens: int) -> None:
+        """Take the text of so many tokens of a step, perhaps empty: replaces an output without further news, for requests of one sample. Called only
+        after an output, and never for the last one."""
 
     def on_output(self, output: RequestOutput) -> None:
         """Take the deltas since the last call, perhaps of several steps: `text`, `token_ids` and `logprobs` of changed samples. The last output has

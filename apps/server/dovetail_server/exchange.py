@@ -130,10 +130,10 @@ class OutputListener:
         self._around = before, after
         self.is_plain = True
 
-    def on_text(self, text: str) -> None:
-        self.completion_tokens += 1
+    def on_text(self, text: str, tokens: int) -> None:
+        self.completion_tokens += tokens
         if self.meter is not None:
-            self.meter.saw_token()
+            self.meter.saw_tokens(tokens)
         if text and (stream := self.exchange.stream) is not None:
             before, after = self._around
             stream.write(b"%b%b%b" % (before, orjson.dumps(text), after))

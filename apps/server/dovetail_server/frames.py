@@ -148,7 +148,7 @@ class Extra(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
-    """Results of one step for one front end: `token_ids[i]` is the new token of sample `numbers[i]`."""
+    """Results of one step for one front end: `token_ids[i]` is a new token of sample `numbers[i]`; those of one sample follow each other."""
 
     step: int
     time: float  # of its results, seconds on the engine's clock

@@ -332,7 +332,8 @@ class EngineHost:
     def _load(self) -> Load:
         stats = self._core.update_stats()
         blocks = stats.blocks
-        return Load(stats.running, stats.waiting, blocks.held, blocks.free, blocks.cached, blocks.held_by_group)
+        drafts = stats.draft_rows, stats.draft_tokens, tuple(stats.accepted_drafts), stats.drafting_s
+        return Load(stats.running, stats.waiting, blocks.held, blocks.free, blocks.cached, blocks.held_by_group, *drafts)
 
     def _tell_load(self) -> None:
         """Send all front ends a frame with the load only."""
@@ -395,7 +396,7 @@ class EngineHost:
     def _put_logprobs(self, delivery: Delivery, part_of: Callable[[_FrontEnd], _Columns]) -> None:
         rows: dict[_FrontEnd, list[tuple[int, int]]] = {}  # number, row
         prompts: dict[_FrontEnd, list[tuple[int, PackedLogprobs]]] = {}
-        for request, (_, row) in delivery.logprobs.items():
+        for request, _, row in delivery.logprobs:
             front_end, number = self._places[request]
             rows.setdefault(front_end, []).append((number, row))
         for request, hosts in delivery.prompt_logprobs:
@@ -405,7 +406,7 @@ class EngineHost:
             packed = None
             if front_end in rows:
                 numbers, kept = zip(*rows[front_end], strict=True)
-                hosts, _ = next(iter(delivery.logprobs.values()))  # all of one step
+                hosts = delivery.logprobs[0][1]  # all of one step
                 packed = PackedLogprobs.of(hosts, pack_numbers(numbers), kept)
             part_of(front_end).extra = Extra(packed, tuple(prompts.get(front_end, ())))
 

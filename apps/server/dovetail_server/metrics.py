@@ -137,6 +137,9 @@ class ServerMetrics(Collector):
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "preemptions": self.preemptions,
+            "draft_rows": load.draft_rows,
+            "draft_tokens": load.draft_tokens,
+            "accepted_drafts": load.accepted_drafts,
             "first_token": {"count": sum(self.first_token.counts), "sum_s": self.first_token.total},
             "gap": {"count": sum(self.gap.counts), "sum_s": self.gap.total},
             "finished": self.finished,
@@ -146,6 +149,7 @@ class ServerMetrics(Collector):
         """Yield all metrics. Concurrent updates may make a histogram's sum and counts differ slightly."""
         yield from self._load()
         yield from self._counts()
+        yield from self._drafts()
         yield from self._histograms()
         yield from self._by_client()
 
@@ -210,6 +214,19 @@ class ServerMetrics(Collector):
         yield family(
             CounterMetricFamily, "dovetail_requests_refused", "Requests answered with an error, by HTTP status", self._labels, refused, "status"
         )
+
+    def _drafts(self) -> Iterator[Metric]:
+        """Yield the engine's figures of speculative decoding, which all front ends have in common."""
+        load = self._engine.load
+        for name, documentation, value in (
+            ("vllm:spec_decode_num_drafts", "Rows of steps that checked drafts", load.draft_rows),
+            ("vllm:spec_decode_num_draft_tokens", "Drafts checked", load.draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafts accepted", sum(load.accepted_drafts)),
+            ("dovetail_drafting_seconds", "Seconds that steps waited for the drafter", load.drafting_s),
+        ):
+            yield family(CounterMetricFamily, name, documentation, self._labels, value)
+        name, positions = "vllm:spec_decode_num_accepted_tokens_per_pos", {str(p): count for p, count in enumerate(load.accepted_drafts)}
+        yield family(CounterMetricFamily, name, "Drafts accepted, by position", self._labels, positions, "position")
 
     def _histograms(self) -> Iterator[Metric]:
         for name, documentation, histogram in (
@@ -276,15 +293,15 @@ class RequestMeter:
             self._prompt_tokens = len(output.prompt_token_ids)
             self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"))
 
-    def saw_token(self) -> None:
-        """Count a single token that isn't the first: the fast path of `saw`."""
+    def saw_tokens(self, tokens: int) -> None:
+        """Count an output of one sample that isn't the first: the fast path of `saw`."""
         metrics, now = self._metrics, self._clock()
         gap, gaps = now - self._last, metrics.gap
         gaps.counts[bisect_left(gaps.bounds, gap)] += 1
         gaps.total += gap
         self._last = now
-        self._tokens += 1
-        metrics.generated_tokens += 1
+        self._tokens += tokens
+        metrics.generated_tokens += tokens
 
     def refused(self) -> None:
         """Stop counting: the engine rejected the request."""

@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -94,7 +95,7 @@ class FrameNews:
     requests: list[Sample] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: dict[Sample, Finish] = field(default_factory=dict)
-    logprobs: dict[Sample, tuple[HostLogprobs, int]] = field(default_factory=dict)
+    logprobs: list[tuple[Sample, HostLogprobs, int]] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sample, HostLogprobs]] = field(default_factory=list)
 
 
@@ -340,34 +341,40 @@ class RemoteEngine:
                 sample.cached_tokens, sample.first_scheduled_time, sample.first_token_time = first.cached_tokens, first.scheduled, first.token
         ends = {finish.number: finish for finish in frame.finished}
         requests, token_ids = news.requests, news.token_ids
-        stopped: list[int] = []
-        for number, token in zip(unpack_numbers(frame.numbers), unpack_tokens(frame.token_ids), strict=True):
+        stopped, running = list[int](), list[int]()  # samples that a stop string ended, and those that the engine goes on with
+        numbers, plain = unpack_numbers(frame.numbers), list[int]()
+        for number, token, following in zip(numbers, unpack_tokens(frame.token_ids), [*numbers[1:], None], strict=False):
             sample = samples.get(number)
-            if sample is None:  # aborted, or ended by a stop string
+            if sample is None or (stopped and sample in news.finished):  # aborted, or ended by a stop string
                 continue
             if sample.text is not None and number not in ends:  # fast path without an output
-                self._tell_text(sample, sample.text, token)
+                plain.append(token)
+                if following != number:
+                    self._tell_text(sample, sample.text, plain)
+                    plain = []
                 continue
             sample.output_token_ids.append(token)
             requests.append(sample)
             token_ids.append(token)
-            if sample.watcher is not None and (end := self._watched(sample.watcher, token, ends.get(number))) is not None:
+            finish = ends.get(number) if following != number else None
+            if sample.watcher is not None and (end := self._watched(sample.watcher, token, finish)) is not None:
                 news.finished[sample] = end
+                stopped.append(number)
                 if ends.pop(number, None) is None:
-                    stopped.append(number)
+                    running.append(number)
         for finish in ends.values():
             if (sample := samples.get(finish.number)) is not None:
                 sample.preemptions, sample.pauses = finish.preemptions, finish.pauses
                 news.finished[sample] = Finish(finish.reason, finish.stop_reason, finish.keeps_token)
-        if stopped:
-            self._line.send(Abort(stopped))
+        if running:
+            self._line.send(Abort(running))
         if frame.extra is not None:
             self._read_extra(frame.extra, news)
         return news
 
-    def _tell_text(self, sample: Sample, text: IncrementalText, token: int) -> None:
+    def _tell_text(self, sample: Sample, text: IncrementalText, token_ids: Sequence[int]) -> None:
         try:
-            sample.listener.on_text(text.delta_of(token))  # type: ignore[union-attr]  # set together with `text`
+            sample.listener.on_text(text.delta_of(token_ids), len(token_ids))  # type: ignore[union-attr]  # set together with `text`
         except Exception:
             logger.exception("a listener failed")
             if sample.entry is not None:
@@ -381,10 +388,11 @@ class RemoteEngine:
 
     def _read_extra(self, extra: Extra, news: FrameNews) -> None:
         if extra.logprobs is not None:
-            hosts = extra.logprobs.hosts()
+            hosts, left = extra.logprobs.hosts(), Counter(news.requests)  # not of tokens after a stop string
             for row, number in enumerate(unpack_numbers(extra.logprobs.numbers)):
-                if (sample := self._samples.get(number)) is not None:
-                    news.logprobs[sample] = (hosts, row)
+                if (sample := self._samples.get(number)) is not None and left[sample]:
+                    left[sample] -= 1
+                    news.logprobs.append((sample, hosts, row))
         for number, packed in extra.prompt_logprobs:
             if (sample := self._samples.get(number)) is not None:
                 news.prompt_logprobs.append((sample, packed.hosts()))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dovetail.api.attention import AttentionBackend
     from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, hookimpl
+    from dovetail.api.drafter import Drafter
     from dovetail.api.executor import Executor
     from dovetail.api.grammar import GrammarBackend
     from dovetail.api.kv_cache import KVCacheManager
@@ -24,6 +25,7 @@ _HOMES = {
     "BundledModel": "component",
     "CommandSpec": "component",
     "ComponentSpec": "component",
+    "Drafter": "drafter",
     "Executor": "executor",
     "GrammarBackend": "grammar",
     "KVCacheManager": "kv_cache",
@@ -40,6 +42,7 @@ __all__ = [
     "BundledModel",
     "CommandSpec",
     "ComponentSpec",
+    "Drafter",
     "Executor",
     "GrammarBackend",
     "KVCacheManager",

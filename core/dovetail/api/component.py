@@ -1,4 +1,4 @@
-"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the eight
+"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the nine
 kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Declarations
@@ -18,7 +18,7 @@ from dovetail.errors import PluginError
 
 ENTRY_POINT_GROUP = "dovetail.plugins"
 
-Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer"]
+Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
@@ -26,10 +26,11 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "kv_cache": "0.4",
     "attention": "0.4",
     "model": "0.3",
-    "sampler": "0.2",
+    "sampler": "0.3",
     "grammar": "0.1",
-    "executor": "0.5",
+    "executor": "0.6",
     "observer": "0.1",
+    "drafter": "0.1",
 }
 
 hookimpl = pluggy.HookimplMarker("dovetail")

@@ -86,6 +86,8 @@ class ExecutorConfig:
     kv_cache_scales: str = "auto"  # "auto" (the checkpoint's, otherwise 1) | "calibrate"
     quantization: str | None = None  # None: the checkpoint's; otherwise a `QuantizationRef.method`
     state_dtype: str = "float32"  # of recurrent states
+    max_drafts: int = 0  # most drafts that a row checks in a step; 0: no speculation
+    draft_model: str | None = None  # directory of a model that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +108,13 @@ class ExecutorContext:
 class ExecutorCapabilities:
     """Features that an executor supports. `virtual_clock`: `collect` advances a `VirtualClock`. `logprobs`: it can return log-probabilities.
     `masks`: it implements `sample`; otherwise requests with a grammar are rejected. `samples`: it applies each row's sampling parameters; a
-    simulation sets it to False."""
+    simulation sets it to False. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with it."""
 
     virtual_clock: bool = False
     logprobs: bool = True
     masks: bool = False
     samples: bool = True
+    draft_model: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,11 @@ class Capacity:
     max_model_len: int  # tokens of the longest sequence, prompt plus output
     details: Mapping[str, str] = field(default_factory=dict)  # choices for humans to read: device, dtype, attention, reasons
     shared_prefix: bool = False  # it can use `Batch.shared_prefix_blocks`; otherwise the core leaves that 0
+    max_lines: int = 0  # in a step with drafts: lines (see `Batch`) that it can sample; 0: it can't check drafts
+    # (lines, seconds on the device) of steps that compute that many tokens, each with a line; ascending. Empty: not measured
+    line_costs: tuple[tuple[int, float], ...] = ()
+    # (rows, seconds) that a draft model takes for one draft of each of that many rows; ascending. Empty: there is none, or it isn't measured
+    draft_costs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +162,26 @@ class RowCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """Guesses of the tokens that follow the last known one of each row of a batch."""
+
+    counts: Int32  # [b]; 0: none, as in rows that yield no token
+    token_ids: Int32  # [sum of counts] row by row; -1: the executor's draft model proposes it, as then all others of the row
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step, carried out in this order: release the rows in `removed`, start those in `added`, append `new_pages` to the block tables, run
     `copies`, then compute the next `num_tokens` tokens of each of `rows`, and on the way write `checkpoints`. A row with `yields_token` then yields
     one token, which becomes its next known token. The state of a row without computed tokens is zero, whatever its pages hold. Executors only read a
-    batch; its arrays don't change until its results are collected, and may be reused afterwards."""
+    batch; its arrays don't change until its results are collected, and may be reused afterwards.
+
+    Drafts (speculative decoding): a row with d drafts has `yields_token`, and computes exactly 1 + d tokens: its last known one and the drafts. It
+    has 1 + d *lines*, where any other row that yields a token has one: line j is sampled from the logits of the j-th of these tokens, as if drafts
+    [0, j) were known tokens of the row. The row yields the tokens of its lines up to the first that differs from its draft, that one included; so
+    1 to 1 + d. They become known, and all but the last of them computed. K and V of other drafts are worthless, and later steps overwrite them. Each
+    token is what would be sampled without drafts. A batch with drafts is submitted only while no other step is in flight, and nothing is submitted
+    before its results are collected."""
 
     step: int
     removed: Int32  # [any] rows
@@ -171,14 +194,20 @@ class Batch:
     shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group, whose attention is full
     checkpoints: tuple[RowCheckpoint, ...] = ()  # at most one per row of `rows`
     late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
+    drafts: Drafts | None = None  # None: no row has any
+
+    @property
+    def num_lines(self) -> Int32:
+        """[b] lines of each row: 0 for a row that yields no token."""
+        return self.yields_token.astype(np.int32) if self.drafts is None else self.yields_token * (1 + self.drafts.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Allowed token ids of the constrained rows of a late batch; other rows may sample any id. Bit `id % 32` of word `id // 32` is 1 if the id is
-    allowed; each row allows at least one."""
+    """Allowed token ids of constrained lines of a late batch (see `Batch`); others may sample any id. Bit `id % 32` of word `id // 32` is 1 if the id
+    is allowed; each line allows at least one. A line behind a draft that the grammar forbids allows all: its row never gets there."""
 
-    indices: Int32  # [m] indices in the batch, ascending; only rows that yield a token
+    lines: Int32  # [m] indices among the lines of all rows, row by row; ascending
     words: UInt32  # [m, ceil(vocab_size / 32)]
 
 
@@ -197,14 +226,15 @@ class Result:
     ended the step."""
 
     step: int
-    token_ids: NDArray[np.int64]  # [b] the sampled token of each row of the batch; -1: none
+    token_ids: NDArray[np.int64]  # [b] the sampled token of each row of the batch, -1: none; with `counts`: [sum of counts], row by row
     started: float
     ended: float
-    # one row per row of the batch with `yields_token`, in order; columns beyond those that a row requests are undefined, all if it requests none
+    # one row per yielded token, in order; columns beyond those that a row requests are undefined, all if it requests none
     logprobs: HostLogprobs | None = None
     # index in the batch -> logprobs of the token *after* each computed one (n = num_tokens, one less at the end of the known tokens)
     prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)  # index in the batch -> why this row failed; the others are valid
+    counts: Int32 | None = None  # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has `drafts`
 
 
 class Executor(ABC):
@@ -231,10 +261,9 @@ class Executor(ABC):
         return np.empty((count, width), np.uint32)
 
     def sample(self, handle: Any, masks: Masks) -> None:
-        """Enqueue the sampling of the late batch `handle`: each row that yields a token samples one that its mask allows. Called once for each late
-        batch, after the results of all earlier batches were collected and before anything else is submitted. Memory from `mask_words` belongs to the
-        executor again afterwards. Log-probabilities are still those of the unmasked distribution. Raises `UnsupportedError` unless
-        `capabilities.masks`.
+        """Enqueue the sampling of the late batch `handle`: each line samples a token that its mask allows. Called once for each late batch, after the
+        results of all earlier batches were collected and before anything else is submitted. Memory from `mask_words` belongs to the executor again
+        afterwards. Log-probabilities are still those of the unmasked distribution. Raises `UnsupportedError` unless `capabilities.masks`.
         """
         raise UnsupportedError(f"executor {type(self).__name__} can't mask tokens")
 

@@ -88,6 +88,9 @@ class StepFinished:
     blocks: PageCounts
     core_s: float  # wall time spent by the core: planning, batch, results
     decisions: tuple[Decision, ...] = ()  # empty unless an observer had requested them when the step was planned
+    draft_rows: int = 0  # rows that checked drafts: see `dovetail.api.drafter`
+    draft_tokens: int = 0  # drafts that they checked
+    accepted_drafts: tuple[int, ...] = ()  # of each of these rows
 
 
 @dataclass(frozen=True, slots=True)

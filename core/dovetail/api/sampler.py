@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -48,13 +48,25 @@ class RowSampling:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Lines(NamedTuple):
+    """What a sampler samples a token for: line i is a row, after `ahead` drafts, which count as its tokens. Without drafts a row has one line, with
+    `ahead` 0; with d drafts it has 1 + d neighbouring ones, with `ahead` 0, 1, ... d (see `dovetail.api.executor.Batch`)."""
+
+    rows: torch.Tensor  # [n] int64; `max_rows`, an index beyond all rows, is padding
+    ahead: torch.Tensor  # [n] int32
+
+
 @dataclass(frozen=True, slots=True)
 class RowHistory:
     """Tokens of all rows, on the device. A sampler only reads them; the executor updates them in place. Row indices are the core's."""
 
-    token_ids: torch.Tensor  # [max_rows, max_len] int32: prompt, then generated tokens
-    num_tokens: torch.Tensor  # [max_rows] int32: tokens known to the executor
-    prompt_lens: torch.Tensor  # [max_rows] int32
+    token_ids: torch.Tensor  # [max_rows + 1, max_len] int32: prompt, then generated tokens, then drafts
+    num_tokens: torch.Tensor  # [max_rows + 1] int32: tokens known to the executor; the last row is padding
+    prompt_lens: torch.Tensor  # [max_rows + 1] int32
+
+    def lengths(self, lines: Lines) -> torch.Tensor:
+        """Return how many of its row's `token_ids` each line follows: [n] int32."""
+        return self.num_tokens[lines.rows] + lines.ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +76,21 @@ class SamplerContext:
     device: str
     vocab_size: int
     history: RowHistory
+    max_drafts: int = 0  # most that `Lines.ahead` is
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerCapabilities:
     """Features that a sampler supports. `cuda_graph`: it implements `sample_captured` for `Capture.TOKENS`; otherwise no sampling is replayed as a
-    CUDA graph. `cuda_graph_full`: for `Capture.FULL` as well. `extra_args_model`: a pydantic model that validates a request's `extra_args` on
-    arrival, so that an invalid value fails that request. It is used only for requests that set some."""
+    CUDA graph. `cuda_graph_full`: for `Capture.FULL` as well. `drafts`: lines with `ahead` above 0; without it, speculation is refused at load.
+    `extra_args_model`: a pydantic model that validates a request's `extra_args` on arrival, so that an invalid value fails that request. It is used
+    only for requests that set some."""
 
     cuda_graph: bool = False
     logprobs: bool = True
     extra_args: tuple[str, ...] = ()  # supported keys of `SamplingParams.extra_args`; default: the fields of `extra_args_model`
     cuda_graph_full: bool = False
+    drafts: bool = False
     extra_args_model: type[BaseModel] | None = None  # None: any plain value of a declared key reaches the sampler
 
     def __post_init__(self) -> None:
@@ -129,22 +144,25 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        """Sample one token for each of `rows` [n] int64 (distinct; `host_rows` holds the same values) from logits [n, vocab_size] of any float dtype,
-        which it may overwrite; other arguments are only read. The result is valid until the sampler is called again. `context.history` has the rows'
-        tokens, but not yet those sampled here. The output position is num_tokens - prompt_lens."""
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        """Sample one token for each of `lines` [n] (`host_rows` has the values of `lines.rows`) from logits [n, vocab_size] of any float dtype, which
+        it may overwrite; other arguments are only read. The result is valid until the sampler is called again.
+
+        The history of a line is `context.history.token_ids[row, :length]`, with its `context.history.lengths(lines)`; what follows isn't known yet.
+        The output position, which noise depends on, is length - prompt_lens. A line's result is a function of its logits, its row's parameters and
+        this history: no other line, of its row or another, changes it."""
 
     def capture_for(self, host_rows: np.ndarray) -> Capture | None:
         """Return the cheapest capture in which `sample_captured` returns all that `sample` would for each of these rows [n], which may differ in what
         they need. None, the default: no capture does."""
         return None
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
-        """Sample one token for each of `rows` [n] int64, using only operations that a CUDA graph can record and replay for other rows, with no
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        """Sample one token for each of `lines` [n], using only operations that a CUDA graph can record and replay for other lines, with no
         synchronization with the host. Each replay reads the parameters where `update` stored them, and the history as it is then.
 
-        `rows` may contain `max_rows`, an index beyond all rows, as padding; any valid id may be returned for it. Log-probabilities may have any
-        number of columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` for a capture that
-        `capabilities` doesn't declare, and for `FULL` if the device lacks a required feature: then `sample` samples such rows.
+        Some lines may be padding; any valid id may be returned for them. Log-probabilities may have any number of columns; a row's columns beyond
+        its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` for a capture that `capabilities` doesn't declare, and for `FULL` if
+        the device lacks a required feature: then `sample` samples such rows.
         """
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph: {capture.name}")

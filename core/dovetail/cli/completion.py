@@ -79,13 +79,14 @@ def params(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 
 def _keys(incomplete: str) -> Iterator[Offer]:
-    from dovetail.config import COMPONENT_KEYS, EngineConfig
+    from dovetail.config import COMPONENT_KEYS, EngineConfig, Speculation
     from dovetail.limits import Limits
 
     yield from ((name, _first_line(field.description)) for name, field in EngineConfig.model_fields.items())
-    yield from ((f"limits.{name}", _first_line(field.description)) for name, field in Limits.model_fields.items())
-    head, dot, _ = incomplete.partition(".")
-    if dot and head in COMPONENT_KEYS:
+    for section, model in (("limits", Limits), ("speculation", Speculation)):
+        yield from ((f"{section}.{name}", _first_line(field.description)) for name, field in model.model_fields.items())
+    head = incomplete.rpartition(".")[0]
+    if head in COMPONENT_KEYS:
         for component in _registry().components(COMPONENT_KEYS[head]):
             for name, field in component.options_model().model_fields.items():
                 yield f"{head}.{name}", f"{component.spec.name}: {_first_line(field.description)}"

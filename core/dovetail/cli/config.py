@@ -30,7 +30,7 @@ def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # no
     config, registry, parts = read_parts(source, EngineConfig.read_settings(settings), origin="--set")
     notes = {"model": str(locate_model(config.model.path, registry))}
     for key in COMPONENT_KEYS:
-        notes[key] = _offered_by(key, parts)
+        notes[key.partition(".")[0]] = _offered_by(key, parts)
     for key, value in config.in_full(registry).items():
         note = f"  # {notes[key]}" if notes.get(key) else ""
         typer.echo(_yaml_line(key, value) + note)
@@ -40,6 +40,8 @@ def _offered_by(key: str, parts: Parts) -> str:
     """Return which plugin offers a component key's value."""
     if key == "observers":
         return ", ".join(f"{part.distribution} {part.version}" for part in parts.observers)
+    if key == "speculation.drafter":
+        return "" if parts.drafter is None else f"{parts.drafter.distribution} {parts.drafter.version}"
     part = getattr(parts, key)
     if key == "attention":
         if len(part) != 1:

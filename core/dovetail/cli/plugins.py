@@ -88,9 +88,11 @@ def info(
 def _capabilities(component: ResolvedComponent) -> list[tuple[str, str]]:
     what = "claims" if component.spec.kind == "scheduler" else "capabilities"
     try:
-        value = getattr(component.load(), what)
+        value = getattr(component.load(), what, None)
     except DovetailError as error:
         return [(what, f"unknown: {error}")]
+    if value is None:
+        return []  # a drafter has none
     return [(f"{what}.{field.name}", str(getattr(value, field.name))) for field in dataclasses.fields(value)]
 
 

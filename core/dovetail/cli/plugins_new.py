@@ -47,6 +47,7 @@ TEMPLATES: Mapping[Kind, Template] = {
     "grammar": Template("A grammar backend", "backend", needs_torch=False),
     "executor": Template("An executor", "executor", needs_torch=False),
     "observer": Template("An observer", "observer", needs_torch=False),
+    "drafter": Template("A drafter", "drafter", needs_torch=False),
 }
 
 

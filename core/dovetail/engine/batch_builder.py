@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
-from dovetail.api.executor import Batch, NewRow, RowCheckpoint
+from dovetail.api.executor import Batch, Drafts, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import Checkpoint, KVCacheManager, KVLayout, Pages
 from dovetail.engine.books import RowAllocator
 from dovetail.engine.flight import InFlightStep
@@ -29,10 +30,12 @@ class BatchBuilder:
         self._has_states = layout.recurrent
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
 
-    def build(self, step: PlannedStep, *, constrained: bool) -> tuple[Batch, InFlightStep]:
-        """Return the batch of a step, and its record until the result is in. Requests without a row get one. `constrained`: some unfinished requests
-        have a grammar."""
+    def build(self, step: PlannedStep, drafts: dict[LiveRequest, Sequence[int]], *, constrained: bool) -> tuple[Batch, InFlightStep]:
+        """Return the batch of a step, and its record until the result is in. Requests without a row get one. `drafts`: those of its decodes that have
+        any. `constrained`: some unfinished requests have a grammar."""
         requests, tokens = list(step.granted), list(step.granted.values())
+        if drafts:
+            tokens = [count + len(drafts.get(request, ())) for request, count in step.granted.items()]
         appended = [(group, r.row, page) for r, tables in step.appended if r.row >= 0 for group, pages in enumerate(tables) for page in pages]
         newcomers = [r for r in requests if r.row < 0]
         for request in newcomers:
@@ -51,6 +54,7 @@ class BatchBuilder:
             yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
             late=constrained and any(r.yields_token and r.constraint is not None and r.constraint.may_mask(r.in_flight - 1) for r in requests),
+            drafts=_drafts(requests, drafts) if drafts else None,
         )
         flight = InFlightStep(
             index=step.index,
@@ -70,6 +74,7 @@ class BatchBuilder:
             core_s=0.0,
             decisions=tuple(step.decisions or ()),
             unsampled=batch.late,
+            drafts=drafts,
         )
         return batch, flight
 
@@ -92,6 +97,11 @@ def _common_pages(tables: list[Pages]) -> int:
         if not common:
             break
     return len(common)
+
+
+def _drafts(requests: list[LiveRequest], drafts: dict[LiveRequest, Sequence[int]]) -> Drafts:
+    each = [drafts.get(request, ()) for request in requests]
+    return Drafts(np.array([len(ids) for ids in each], np.int32), np.array([token for ids in each for token in ids], np.int32))
 
 
 def _row_checkpoint(checkpoint: Checkpoint) -> RowCheckpoint:

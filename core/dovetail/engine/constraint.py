@@ -62,6 +62,29 @@ class Constraint:
             self._matcher = self._compiling.result(timeout=0).begin()
         return self._matcher
 
+    def forced_drafts(self, most: int) -> Sequence[int]:
+        """Return at most `most` of the next tokens, if the grammar determines them and can check them as drafts."""
+        if self.backend is None or self.matcher is None or not self.backend.capabilities.rollback or not self.backend.capabilities.forced:
+            return ()
+        try:
+            return [*self.matcher.forced()[:most]]
+        except Exception:  # it fails again when the mask is filled, which ends the request
+            return ()
+
+    def checkable(self, drafts: Sequence[int]) -> int:
+        """Return how many of `drafts` a step can check. Masks begin after the text `after`: a token that completes it comes last in its step, as does
+        the last one before `after` is forced."""
+        if not self._after:
+            return len(drafts) if self.backend is None or self.backend.capabilities.rollback else 0
+        if self._left is not None:
+            drafts = drafts[: max(0, self._left - 1)]
+        text = self._tail
+        for index, token in enumerate(drafts):
+            text += self._token_bytes[token] or b""
+            if self._after in text:
+                return index
+        return len(drafts)
+
     def see(self, token: int) -> Finish | None:
         if self._after:
             if self._left is not None:

@@ -17,6 +17,7 @@ import heapq
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.masks import fill_masks
+from dovetail.engine.speculation import Speculation, SpeculationSettings
 from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.engine.step_times import PlanTiming
@@ -74,6 +76,7 @@ class EngineCore:
         clock: Clock,
         settings: CoreSettings,
         observers: ObserverHub | None = None,
+        speculation: SpeculationSettings | None = None,
     ) -> None:
         self.kv, self.executor, self.clock, self.settings = kv, executor, clock, settings
         self.observers = observers or ObserverHub([])
@@ -96,6 +99,10 @@ class EngineCore:
         self._batches = BatchBuilder(kv, self.books.rows, capacity.layout, capacity.shared_prefix)
         self._vocab_size = capacity.vocab_size
         self._storm = StormWatch(settings.scheduler_name)
+        self._speculation: Speculation | None = None
+        if speculation is not None:
+            self._speculation = Speculation(speculation, capacity, self.books.fit, clock, overlaps=self.max_in_flight > 1)
+        self._free_from: float | None = None  # when the host began the work between a step's results and the next step; later by its sleep
 
     # For the front end
 
@@ -170,6 +177,8 @@ class EngineCore:
     def update_stats(self) -> EngineStats:
         self.stats.waiting, self.stats.running = len(self.books.waiting), len(self.books.running)
         self.stats.blocks = self.kv.counts
+        if self._speculation is not None:
+            self.stats.drafting_s = self._speculation.drafting_s
         return self.stats
 
     def stop(self) -> None:
@@ -183,6 +192,8 @@ class EngineCore:
                     self.executor.collect(flight.handle)
         finally:
             self.executor.stop()
+            if self._speculation is not None:
+                self._speculation.stop()
             if self.observers:
                 self.observers.tell("on_stopped", EngineStopped(self.clock.now(), self.dead))
 
@@ -194,7 +205,7 @@ class EngineCore:
             planned = None
             if self._has_room():
                 if self._flights:
-                    self.plan_timing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
+                    self._sleep_until_due()
                 planned = self._plan_and_submit()
                 if planned.granted and self._has_room():
                     return
@@ -210,11 +221,25 @@ class EngineCore:
 
     def _has_room(self) -> bool:
         """True if another step may be submitted."""
-        return len(self._flights) < self.max_in_flight and not (self._flights and self._flights[-1].unsampled)
+        if not self._flights:
+            return True
+        return len(self._flights) < self.max_in_flight and not self._flights[-1].unsampled and not self._awaits_results()
+
+    def _awaits_results(self) -> bool:
+        """True if the step in flight has drafts, or the next one is to have some: they follow its results."""
+        if self._speculation is None:
+            return False
+        return bool(self._flights[-1].drafts) or (self._speculation.is_active and any(flight.yields for flight in self._flights))
+
+    def _sleep_until_due(self) -> None:
+        before = self.clock.now()
+        self.plan_timing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
+        if self._free_from is not None:
+            self._free_from += self.clock.now() - before
 
     def _idle(self, planned: PlannedStep) -> None:
         """Sleep until something changes, as nothing is in flight and nothing was granted."""
-        wake = min(planned.wake_time, self._next_arrival())
+        wake, self._free_from = min(planned.wake_time, self._next_arrival()), None
         if self._preparing:
             wake = min(wake, self.clock.now() + PREPARING_S)
         if wake < math.inf:
@@ -280,15 +305,35 @@ class EngineCore:
         step.freed = bool(lingering)
         self.books.drop_lingering([r for r in lingering if r in self.books.lingering])
         if step.granted:
-            batch, flight = self._batches.build(step, constrained=self._constrained > 0)
+            drafts = {} if self._speculation is None or self._flights else self._draft(self._speculation, step)
+            batch, flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
             self._drain(flight.requests)
             self.books.submitted(step.granted)
             flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
+            if self._speculation is not None:
+                self._note_host_time(self._speculation)
             self._sample_late()
             self.plan_timing.planned(time.perf_counter() - begun)
         return step
+
+    def _draft(self, speculation: Speculation, step: PlannedStep) -> dict[LiveRequest, Sequence[int]]:
+        if not speculation.is_active:
+            return {}
+        num_lines = len(step.granted) - sum([not r.yields_token for r in step.prefilled])
+        before = speculation.drafting_s
+        drafts = speculation.draft(step, num_lines)
+        if self._free_from is not None:
+            self._free_from += speculation.drafting_s - before
+        return drafts
+
+    def _note_host_time(self, speculation: Speculation) -> None:
+        if self._free_from is not None:
+            speculation.host_took(self.clock.now() - self._free_from)
+        self._free_from = None
+        if not speculation.is_active:
+            speculation.consider(self.books.running.as_tuple())
 
     def _flights_end(self) -> float:
         return self.plan_timing.flights_end(self._flights, self.books.fit)
@@ -348,9 +393,7 @@ class EngineCore:
         if not self._flights or not self._flights[0].unsampled:
             return
         flight = self._flights[0]
-        live = ((index, r) for index, r in enumerate(flight.requests) if flight.yields_token is None or flight.yields_token[index])
-        indices = [index for index, request in live if request.constraint is not None and request.status is not Status.FINISHED]
-        masks, failed = fill_masks(flight.requests, indices, self._vocab_size, self.executor.mask_words)
+        masks, failed = fill_masks(flight, self._vocab_size, self.executor.mask_words)
         flight.unsampled = False
         self.executor.sample(flight.handle, masks)
         for request, why in failed.items():
@@ -361,29 +404,31 @@ class EngineCore:
     def _collect(self, delivery: Delivery) -> None:
         flight = self._flights.pop(0)
         result = self.executor.collect(flight.handle)
-        begun = time.perf_counter()
-        if result.step != flight.index:
-            raise DovetailError(f"the executor returned step {result.step} where {flight.index} was due: results must come in order")
-        if len(result.token_ids) != len(flight.requests):
-            raise DovetailError(f"the executor returned {len(result.token_ids)} tokens for the {len(flight.requests)} rows of step {flight.index}")
+        begun, self._free_from = time.perf_counter(), self.clock.now()
+        flight.check(result)
         self.plan_timing.collected(result)
         self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        if self._speculation is not None and not flight.prefill_tokens:
+            self._speculation.device_took(result.ended - result.started, flight.decode_tokens, flight.context_tokens, flight.drafts)
         self._deliver(flight, result, delivery)
         self._settle(flight, result, delivery, begun)
         self._sample_late()
 
     def _deliver(self, flight: InFlightStep, result: Result, delivery: Delivery) -> None:
-        """Give each unfinished request its token, and check whether it stops. Rows of finished requests are dropped."""
+        """Give each unfinished request its tokens, and check whether it stops. Rows of finished requests are dropped, as are tokens after an end."""
         now = self.clock.now()
         finished_status, next_logprob = Status.FINISHED, 0
         requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
         failed, prompt_logprobs, logprobs = result.failed, result.prompt_logprobs, result.logprobs  # nearly always empty
-        for index, (request, token) in enumerate(zip(flight.requests, result.token_ids.tolist(), strict=True)):
+        with_drafts = bool(flight.drafts)
+        for index, (request, token) in flight.tokens_of(result):
             sampled = flight.yields_token is None or flight.yields_token[index]
-            if sampled:
+            if sampled and (result.counts is None or result.counts[index]):
                 next_logprob += 1
             if request.status is finished_status:
                 flight.forget(index)
+                continue
+            if with_drafts and (request in finished or flight.ends_before_token(request, finished)):
                 continue
             if failed and index in failed:
                 finished[request] = Finish("error", failed[index])
@@ -394,14 +439,17 @@ class EngineCore:
                     delivery.prompt_logprobs.append((request, fresh))
             if not sampled:
                 continue
-            request.in_flight -= 1  # as `LiveRequest.receive`: a call for each token would be 3 % of a step's time here
+            if request.in_flight:  # as `LiveRequest.receive`: a call for each token would be 3 % of a step's time here
+                request.in_flight -= 1
+            else:  # the token before was an accepted draft, and is computed
+                request.num_computed += 1
             output = request.output_token_ids
             output.append(token)
             requests.append(request)
             token_ids.append(token)
             request.last_token_time = now
             if logprobs is not None and request.params.logprobs is not None:
-                delivery.logprobs[request] = (logprobs, next_logprob - 1)
+                delivery.logprobs.append((request, logprobs, next_logprob - 1))
             if request.first_token_time is None:
                 request.first_token_time = now
             if token in request.stop_ids and len(output) > request.params.min_tokens:
@@ -416,6 +464,11 @@ class EngineCore:
     def _settle(self, flight: InFlightStep, result: Result, delivery: Delivery, begun: float) -> None:
         """Update the statistics, call the policy's `on_step`, then finish requests, then tell the observers."""
         stats = self.stats
+        if flight.drafts:
+            flight.drop_rejected(delivery.requests)
+            stats.count_drafts(flight.drafts, flight.accepted)
+        if self._speculation is not None:
+            self._speculation.collected(flight.drafts, flight.accepted)
         stats.steps += 1
         stats.prefill_tokens += flight.prefill_tokens
         stats.decode_tokens += flight.decode_tokens
@@ -451,6 +504,9 @@ class EngineCore:
             blocks=self.kv.counts,
             core_s=core_s,
             decisions=flight.decisions,
+            draft_rows=len(flight.drafts),
+            draft_tokens=sum(map(len, flight.drafts.values())),
+            accepted_drafts=tuple(flight.accepted.values()),
         )
         self.observers.tell("on_step", event)
 
@@ -474,6 +530,8 @@ class EngineCore:
             self._drop_dead_arrivals()
             return
         self.stats.finished += 1
+        if self._speculation is not None:
+            self._speculation.ended(request)
         if self.observers:
             more_steps = settling or bool(self._flights)
             self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason, more_steps))

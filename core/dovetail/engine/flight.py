@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.api.executor import HostLogprobs
+from dovetail.api.executor import HostLogprobs, Result
 from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Ran
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.errors import DovetailError
 
 
 @dataclass(slots=True)
 class Delivery:
-    """The results of a call of `step`, for the front end: `token_ids[i]` is new for `requests[i]`. Requests may finish without a token."""
+    """The results of a call of `step`, for the front end: `token_ids[i]` is new for `requests[i]`. A request with several new tokens is listed
+    that often, in a row; requests may finish without a token."""
 
     requests: list[LiveRequest] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: dict[LiveRequest, Finish] = field(default_factory=dict)
-    logprobs: dict[LiveRequest, tuple[HostLogprobs, int]] = field(default_factory=dict)  # with the request's index in it
+    logprobs: list[tuple[LiveRequest, HostLogprobs, int]] = field(default_factory=list)  # of each token of requests that want them, with its index
     prompt_logprobs: list[tuple[LiveRequest, HostLogprobs]] = field(default_factory=list)
 
 
@@ -45,10 +48,66 @@ class InFlightStep:
     core_s: float
     decisions: tuple[Decision, ...]
     unsampled: bool = False  # it waits for `Executor.sample`
+    drafts: dict[LiveRequest, Sequence[int]] = field(default_factory=dict)
+    cuts: dict[LiveRequest, tuple[int, str]] = field(default_factory=dict)  # of constrained ones: the tokens that it may yield, and why no more
+    accepted: dict[LiveRequest, int] = field(default_factory=dict)  # of `drafts`, once the results are in
+
+    @property
+    def yields(self) -> bool:
+        """True if some row yields a token."""
+        return self.yields_token is None or any(self.yields_token)
+
+    def check(self, result: Result) -> None:
+        """Raise `DovetailError` unless `result` is this step's, and has as many tokens as the step may yield."""
+        if result.step != self.index:
+            raise DovetailError(f"the executor returned step {result.step} where {self.index} was due: results must come in order")
+        rows, counts = len(self.requests), result.counts
+        if (counts is None) == bool(self.drafts):
+            raise DovetailError(f"step {self.index} has {len(self.drafts)} rows with drafts, and the executor returned counts {counts}")
+        if counts is not None:
+            yields = self.yields_token or [True] * rows
+            most = [y * (1 + len(self.drafts.get(request, ()))) for y, request in zip(yields, self.requests, strict=True)]
+            least = [y and index not in result.failed for index, y in enumerate(yields)]
+            if len(counts) != rows or not all(low <= count <= high for low, count, high in zip(least, counts.tolist(), most, strict=True)):
+                raise DovetailError(f"step {self.index}: the executor returned {counts.tolist()} tokens a row, where {most} are the most")
+            rows = int(counts.sum())
+        if len(result.token_ids) != rows:
+            raise DovetailError(f"the executor returned {len(result.token_ids)} tokens for the {rows} rows of step {self.index}")
+
+    def tokens_of(self, result: Result) -> Iterable[tuple[int, tuple[LiveRequest, int]]]:
+        """Return the tokens of a result in order, each with its request and the row's index; -1 for a row that yields none."""
+        if result.counts is None:
+            return enumerate(zip(self.requests, result.token_ids.tolist(), strict=True))
+        tokens, each = iter(result.token_ids.tolist()), []
+        for index, (request, count) in enumerate(zip(self.requests, result.counts.tolist(), strict=True)):
+            each += [(index, (request, next(tokens))) for _ in range(count)] or [(index, (request, -1))]
+            if request in self.drafts:
+                self.accepted[request] = max(0, count - 1)
+        return each
+
+    def ends_before_token(self, request: LiveRequest, finished: dict[LiveRequest, Finish]) -> bool:
+        """Count a token of `request`; finish it if its grammar can't have it."""
+        if request not in self.cuts:
+            return False
+        left, why = self.cuts[request]
+        if left:
+            self.cuts[request] = left - 1, why
+        else:
+            finished[request] = Finish("error", why)
+        return not left
+
+    def drop_rejected(self, delivered: Iterable[LiveRequest]) -> None:
+        """Count only the tokens that were delivered as computed by rows with drafts, and one for a row that failed."""
+        kept = Counter(delivered)
+        for index, request in enumerate(self.requests):
+            if request in self.drafts and request.status is not Status.FINISHED:
+                self.decode_tokens -= self.tokens[index] - max(1, kept[request])
+                self.tokens[index] = max(1, kept[request])
 
     def forget(self, index: int) -> None:
-        """Drop the row of a request that ended before its results came: it counts nowhere."""
+        """Drop the row of a request that ended before its results came: it counts nowhere. No-op if it was dropped."""
         request, tokens = self.requests[index], self.tokens[index]
+        self.tokens[index] = 0
         if request in self.prefilled:
             self.prefill_tokens -= tokens
             self.recomputed_tokens -= self.recomputed.get(request, 0)
@@ -66,9 +125,9 @@ class InFlightStep:
 
     def ran(self, delivered: Iterable[LiveRequest]) -> tuple[Ran, ...]:
         """Return the policy's account of the step, now that its results are in, without requests that had ended before."""
-        given = set(delivered)
+        given = Counter(delivered)
         return tuple(
-            Ran(request, tokens, int(request in given))
+            Ran(request, tokens, given[request])
             for request, tokens in zip(self.requests, self.tokens, strict=True)
             if request.status is not Status.FINISHED
         )

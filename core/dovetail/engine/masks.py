@@ -8,55 +8,114 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dovetail.api.executor import Masks
+from dovetail.api.grammar import GrammarBackend, Matcher
 from dovetail.engine.constraint import failure
-from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.flight import InFlightStep
+from dovetail.engine.live_request import LiveRequest, Status
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 LIKELY = 64  # words in which nearly every mask has a token: only the others are looked through
+DEAD_END = "its grammar allows no token that the model has: nothing can come next"
 
 
-def fill_masks(
-    requests: Sequence[LiveRequest], indices: Sequence[int], vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]
-) -> tuple[Masks, dict[LiveRequest, str]]:
-    """Return the masks of a step's `requests` at these indices, which have constraints, in `memory` of so many lines and words a line; and why
-    some of them can't go on: a matcher that fails, or that allows nothing at all, ends its own request alone."""
-    at, matchers, backend = [], [], None
-    forced: dict[int, int] = {}  # index -> the only token that may come
-    for index in indices:
-        constraint = requests[index].constraint
-        if constraint is not None and (token := constraint.forced) is not None:
-            forced[index] = token
-        elif constraint is not None and (matcher := constraint.matcher) is not None:
-            at.append(index)
+def fill_masks(flight: InFlightStep, vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]) -> tuple[Masks, dict[LiveRequest, str]]:
+    """Return the masks of a step's constrained lines, in `memory` of so many lines and words a line; and why some requests can't go on: a matcher
+    that fails, or that allows nothing at all, ends its own request alone. If that happens after some drafts, it is noted in `flight.cuts`."""
+    at: list[int] = []  # the line of each mask
+    owners: list[LiveRequest] = []
+    matchers: list[Matcher] = []
+    forced: dict[int, int] = {}  # line -> the only token that may come
+    line, backend = 0, None
+    for index, request in enumerate(flight.requests):
+        if flight.yields_token is not None and not flight.yields_token[index]:
+            continue
+        constraint, lines = request.constraint, 1 + len(flight.drafts.get(request, ()))
+        if constraint is None or request.status is Status.FINISHED:
+            pass
+        elif (token := constraint.forced) is not None:  # it has no drafts
+            forced[line] = token
+        elif (matcher := constraint.matcher) is not None:
+            at += range(line, line + lines)
+            owners += [request] * lines
             matchers.append(matcher)
             backend = constraint.backend
+        line += lines
     words = memory(len(at), -(-vocab_size // 32))
-    failed: dict[LiveRequest, str] = {}
-    if backend is not None:
-        try:
-            backend.fill_many(matchers, words)
-        except Exception:  # find out whose it is
-            for line, (index, matcher) in enumerate(zip(at, matchers, strict=True)):
-                try:
-                    matcher.fill(words[line])
-                except Exception as error:
-                    words[line] = 0
-                    failed[requests[index]] = failure(error)
-    unlikely = np.flatnonzero(~words[:, :LIKELY].any(axis=1))
-    for line in unlikely[~words[unlikely].any(axis=1)].tolist():
-        failed.setdefault(requests[at[line]], "its grammar allows no token that the model has: nothing can come next")
+    first = [place for place, owner in enumerate(owners) if not place or owners[place - 1] is not owner]
+    failed = {} if backend is None else _fill_first(backend, matchers, [owners[place] for place in first], words, first)
+    for place, matcher in zip(first, matchers, strict=True):
+        if (drafts := flight.drafts.get(owners[place])) is not None and owners[place] not in failed:
+            try:
+                cut = _fill_ahead(matcher, drafts, words[place + 1 : place + 1 + len(drafts)], vocab_size)
+            except Exception as error:  # it couldn't roll back
+                failed[owners[place]] = failure(error)
+                continue
+            if cut is not None:
+                flight.cuts[owners[place]] = cut
     if failed:
-        good = [line for line, index in enumerate(at) if requests[index] not in failed]
-        at, words = [at[line] for line in good], words[good]
+        good = [place for place, owner in enumerate(owners) if owner not in failed]
+        at, words = [at[place] for place in good], words[good]
     if forced:
         at, words = _with_forced(at, words, forced)
     return Masks(np.array(at, np.int32), words), failed
 
 
+def _fill_first(
+    backend: GrammarBackend, matchers: Sequence[Matcher], owners: Sequence[LiveRequest], words: NDArray[np.uint32], places: Sequence[int]
+) -> dict[LiveRequest, str]:
+    """Fill the masks of the lines without drafts before them, at `places` of `words`; return why some requests can't go on."""
+    failed: dict[LiveRequest, str] = {}
+    lines = words if len(places) == len(words) else np.empty((len(places), words.shape[1]), np.uint32)
+    try:
+        backend.fill_many(matchers, lines)
+    except Exception:  # find out whose it is
+        for line, (owner, matcher) in enumerate(zip(owners, matchers, strict=True)):
+            try:
+                matcher.fill(lines[line])
+            except Exception as error:
+                lines[line] = 0
+                failed[owner] = failure(error)
+    unlikely = np.flatnonzero(~lines[:, :LIKELY].any(axis=1))
+    for line in unlikely[~lines[unlikely].any(axis=1)].tolist():
+        failed.setdefault(owners[line], DEAD_END)
+    if lines is not words:
+        words[places] = lines
+    return failed
+
+
+def _fill_ahead(matcher: Matcher, drafts: Sequence[int], words: NDArray[np.uint32], vocab_size: int) -> tuple[int, str] | None:
+    """Fill the masks of the lines after each of `drafts`; all ones after one that the grammar forbids, or that completes it. If the matcher can't go
+    on after some drafts, return how many tokens its row may yield, and why."""
+    words.view(np.uint8)[:] = np.packbits(np.arange(32 * words.shape[1]) < vocab_size, bitorder="little")
+    mask = np.empty(words.shape[1], np.uint32)
+    accepted, cut = 0, None
+    for ahead, draft in enumerate(drafts):
+        try:
+            if not matcher.accept(draft):
+                break
+        except Exception as error:
+            cut = ahead + 1, failure(error)
+            break
+        accepted += 1
+        if matcher.complete:
+            break
+        try:
+            matcher.fill(mask)
+        except Exception as error:
+            cut = accepted, failure(error)
+            break
+        if not mask.any():
+            cut = accepted, DEAD_END
+            break
+        words[ahead] = mask
+    matcher.rollback(accepted)
+    return cut
+
+
 def _with_forced(at: list[int], words: NDArray[np.uint32], forced: dict[int, int]) -> tuple[list[int], NDArray[np.uint32]]:
-    """Return the indices, ascending, and masks with a line for each forced token."""
+    """Return lines `at`, ascending, and their masks `words`, with one for each forced token."""
     lines = np.zeros((len(forced), words.shape[1]), np.uint32)
     tokens = np.fromiter(forced.values(), np.int64)
     lines[np.arange(len(forced)), tokens // 32] = np.uint32(1) << (tokens % 32).astype(np.uint32)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dovetail.api.kv_cache import PageCounts
 from dovetail.api.observer import EngineStarted, EngineStopped, Observer
@@ -35,6 +36,19 @@ class EngineStats:
     device_s: float = 0.0
     core_s: float = 0.0  # wall time of the core itself: planning, batches, results
     blocks: PageCounts = field(default_factory=lambda: PageCounts(0, 0, 0))
+    draft_rows: int = 0  # rows of steps that checked drafts
+    draft_tokens: int = 0  # drafts that they checked
+    accepted_drafts: list[int] = field(default_factory=list)  # accepted ones by position: the first of a row, the second, …
+    drafting_s: float = 0.0  # time that steps waited for the drafter
+
+    def count_drafts(self, drafts: Mapping[Any, Sequence[int]], accepted: Mapping[Any, int]) -> None:
+        """Count the drafts of a step by its rows' requests, and how many of each were accepted."""
+        self.draft_rows += len(drafts)
+        self.draft_tokens += sum(map(len, drafts.values()))
+        for count in accepted.values():
+            self.accepted_drafts += [0] * (count - len(self.accepted_drafts))
+            for position in range(count):
+                self.accepted_drafts[position] += 1
 
 
 class StormWatch:

@@ -246,6 +246,22 @@ class PlannedStep:
         """True if the policy changed anything."""
         return bool(self.granted or self.preempted or self.rejected or self.freed)
 
+    @property
+    def spare_tokens(self) -> int:
+        """Tokens of the budget that the policy has left over."""
+        return self._tokens_left
+
+    def give_blocks(self, request: LiveRequest, drafts: int) -> int:
+        """Give a decode granted in this step room for `drafts` tokens after its known ones, from what the policy has left over: a page for each
+        running request stays. Return how many of them fit."""
+        end = request.num_tokens + drafts
+        if end > request.capacity:
+            spare = self._kv.available_pages - len(self._books.running)
+            if self._kv.pages_needed(request, end) > spare or not self._extend(request, end):
+                drafts = request.capacity - request.num_tokens
+        self._tokens_left -= drafts
+        return drafts
+
     # A grant
 
     def _try(self, request: LiveRequest, max_tokens: int | None, min_tokens: int, reserve: bool, evict: Iterable[Request]) -> Refusal | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
+from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.api.executor import Capacity, Executor, ExecutorContext
 from dovetail.api.kv_cache import KVCacheManager, KVContext, KVLayout
 from dovetail.api.observer import EngineStarted, ObserverContext
@@ -27,6 +28,7 @@ from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.speculation import SpeculationSettings
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
 from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
@@ -191,16 +193,21 @@ def assemble(
 ) -> Assembly:
     """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
     the model's weights is found before they are read."""
-    config, registry, parts = read_parts(config, overrides, registry, imports=("scheduler", "kv_cache", "observer"))  # made after the model
+    config, registry, parts = read_parts(
+        config, overrides, registry, imports=("scheduler", "kv_cache", "observer", "drafter")
+    )  # made after the model
     model_dir = resolve_model(config.model.path, registry)
-    tokenizer_dir = model_dir if config.tokenizer is None else _find_tokenizer(config.tokenizer, registry)
+    tokenizer_dir = model_dir if config.tokenizer is None else _find("tokenizer", config.tokenizer, registry)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
-    executor = _make_executor(config, parts, registry, model_dir, clock, progress)
+    _check_sampler(config, parts)
+    model_drafter = _make_model_drafter(config, parts)
+    draft_dir = None if model_drafter is None else _find("speculation.drafter", model_drafter.model, registry)
+    executor = _make_executor(config, parts, registry, model_dir, draft_dir, clock, progress)
     frozen = gc.get_freeze_count()
     try:
         capacity = _start(executor, parts.executor.qualified_name)
-        core = _make_core(executor, capacity, config, parts, clock)
+        core = _make_core(executor, capacity, config, parts, clock, model_drafter)
         if freezes := gc.get_freeze_count() > frozen:  # the executor's part: now the books, later the tokenizer
             gc.freeze()
         sampler = SamplerCapabilities() if executor.capabilities.virtual_clock else parts.sampler.load().capabilities
@@ -219,7 +226,7 @@ def assemble(
                 "kv_cache": parts.kv_cache.qualified_name,
                 "sampler": parts.sampler.qualified_name,
                 "executor": parts.executor.qualified_name,
-                **({} if parts.grammar is None else {"grammar": parts.grammar.qualified_name}),
+                **{part.spec.kind: part.qualified_name for part in (parts.grammar, parts.drafter) if part is not None},
             },
             has_masks=executor.capabilities.masks,
             grammar=parts.grammar,
@@ -230,11 +237,12 @@ def assemble(
         raise
 
 
-def _find_tokenizer(name: str, registry: Registry) -> Path:
+def _find(key: str, name: str, registry: Registry) -> Path:
+    """Return the directory of the model that `key` names. Raises as `resolve_model`."""
     try:
         return resolve_model(name, registry)
     except (ConfigError, ModelLoadError) as error:
-        raise type(error)(f"tokenizer: sought where models are: {error}") from error
+        raise type(error)(f"{key}: sought where models are: {error}") from error
 
 
 def _start(executor: Executor, name: str) -> Capacity:
@@ -258,13 +266,19 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def _make_executor(
-    config: EngineConfig, parts: Parts, registry: Registry, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None
+    config: EngineConfig,
+    parts: Parts,
+    registry: Registry,
+    model_dir: Path,
+    draft_dir: Path | None,
+    clock: Clock,
+    progress: Callable[[str, int, int], None] | None,
 ) -> Executor:
     if not parts.executor.load().capabilities.virtual_clock:  # a simulation computes nothing, and needs no packages for it
         for part in (*parts.attention, parts.sampler):
             part.check_requires()
     context = ExecutorContext(
-        config=config.executor_config(model_dir),
+        config=config.executor_config(model_dir, draft_dir),
         clock=clock,
         models=tuple(model.ref() for model in parts.models),
         attention=tuple(backend.ref() for backend in parts.attention),
@@ -276,7 +290,9 @@ def _make_executor(
     return executor
 
 
-def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, parts: Parts, clock: Clock) -> EngineCore:
+def _make_core(
+    executor: Executor, capacity: Capacity, config: EngineConfig, parts: Parts, clock: Clock, model_drafter: ModelDrafter | None
+) -> EngineCore:
     layout, num_pages = capacity.layout, capacity.num_pages
     kv: KVCacheManager = parts.kv_cache.make(KVContext(layout, num_pages, config.seed))
     check_groups(layout, kv, parts.kv_cache.qualified_name)
@@ -287,7 +303,51 @@ def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, par
     if observers:
         observers.start(_started(parts, capacity, clock))
     settings = CoreSettings(config.max_num_seqs, config.max_num_batched_tokens, config.overlap, parts.scheduler.qualified_name, config.pace)
-    return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers)
+    speculation = _make_speculation(capacity, config, parts, model_drafter)
+    return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers, speculation)
+
+
+def _check_sampler(config: EngineConfig, parts: Parts) -> None:
+    """Raise `UnsupportedError` if there are to be drafts, and the sampler can't sample after them. It is found before the weights are loaded."""
+    if config.speculation is None or parts.executor.load().capabilities.virtual_clock:
+        return
+    if not parts.sampler.load().capabilities.drafts:
+        raise UnsupportedError(
+            f"sampler {parts.sampler.qualified_name} can't sample after drafts, so there can be no speculation: leave `speculation` out, use the "
+            "sampler `default`, or ask its author for the capability `drafts`"
+        )
+
+
+def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | None:
+    """Make the drafter if it drafts with a model, which the executor has to load; a simulation doesn't. Raises `UnsupportedError` if it can't."""
+    if config.speculation is None or parts.drafter is None or not issubclass(parts.drafter.load(), ModelDrafter):
+        return None
+    if parts.executor.load().capabilities.virtual_clock:
+        return None
+    if not parts.executor.load().capabilities.draft_model:
+        raise UnsupportedError(
+            f"speculation.drafter: {parts.drafter.qualified_name} drafts with a model, which executor {parts.executor.qualified_name} can't run: use "
+            "another drafter, such as `suffix`, or the executor `local`"
+        )
+    drafter: ModelDrafter = parts.drafter.make(DrafterContext(0, config.speculation.max_drafts, 0))
+    return drafter
+
+
+def _make_speculation(capacity: Capacity, config: EngineConfig, parts: Parts, model_drafter: ModelDrafter | None) -> SpeculationSettings | None:
+    """Make the drafter, if there is to be one, unless it is `model_drafter`. Raises `UnsupportedError` if the engine can't check its drafts."""
+    chosen = config.speculation
+    if chosen is None or parts.drafter is None:
+        return None
+    if capacity.max_lines == 0:
+        raise UnsupportedError(f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave `speculation` out, or use `local`")
+    if chosen.max_drafts >= capacity.max_lines:
+        raise UnsupportedError(
+            f"speculation.max_drafts is {chosen.max_drafts}, but a step of executor {parts.executor.qualified_name} can check "
+            f"{capacity.max_lines - 1} drafts at most: lower it"
+        )
+    context = DrafterContext(capacity.vocab_size, chosen.max_drafts, capacity.max_model_len)
+    drafter: Drafter = parts.drafter.make(context) if model_drafter is None else model_drafter
+    return SpeculationSettings(drafter, parts.drafter.qualified_name, chosen.max_drafts, chosen.timeout_s)
 
 
 def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:

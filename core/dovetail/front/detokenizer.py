@@ -267,9 +267,9 @@ class IncrementalText:
         self._taken = len(self._released)
         return delta
 
-    def delta_of(self, token_id: int) -> str:
-        """Add a token of a request without stop strings, all of whose deltas were taken, and return the delta. `text` will be without it."""
-        return self._tokens.append((token_id,))
+    def delta_of(self, token_ids: Sequence[int]) -> str:
+        """Add tokens of a request without stop strings, all of whose deltas were taken, and return the delta. `text` will be without it."""
+        return self._tokens.append(token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
         """More tokens; those behind one that completes a stop string are dropped."""

@@ -127,6 +127,9 @@ def metrics(stats: EngineStats) -> list[Metric]:
         "num_preemptions": stats.preemptions,
         "recomputed_tokens": stats.recomputed_tokens,
         "device_seconds": stats.device_s,
+        "spec_decode_num_drafts": stats.draft_rows,
+        "spec_decode_num_draft_tokens": stats.draft_tokens,
+        "spec_decode_num_accepted_tokens": sum(stats.accepted_drafts),
     }
     return [Metric(name, "gauge", value) for name, value in gauges.items()] + [Metric(name, "counter", value) for name, value in counters.items()]
 

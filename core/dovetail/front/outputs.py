@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import groupby, islice, zip_longest
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dovetail.engine.finish import Finish
@@ -44,7 +45,7 @@ S = TypeVar("S", bound=SampleState)
 
 
 class News(Protocol):
-    """The news of a step: a `Delivery`, or what a frame of another process says. The keys of the mappings are `SampleState`s."""
+    """The news of a step: a `Delivery`, or what a frame of another process says. The keys of `finished` are `SampleState`s."""
 
     @property
     def requests(self) -> Sequence[SampleState]: ...
@@ -56,7 +57,7 @@ class News(Protocol):
     def finished(self) -> Mapping[Any, Finish]: ...
 
     @property
-    def logprobs(self) -> Mapping[Any, tuple[HostLogprobs, int]]: ...
+    def logprobs(self) -> Sequence[tuple[SampleState, HostLogprobs, int]]: ...
 
     @property
     def prompt_logprobs(self) -> Sequence[tuple[SampleState, HostLogprobs]]: ...
@@ -182,19 +183,20 @@ class OutputBuilder:
         samples, finished, changed = self._samples, delivery.finished, dict[RequestGroup[Any], list[SampleOutput]]()
         for request, hosts in delivery.prompt_logprobs:
             self._add_prompt_logprobs(samples[request].group, hosts)
-        for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
+        for request, hosts, position in delivery.logprobs:
+            if (log := samples[request].logprobs) is not None:
+                log.add(hosts, position)
+        for request, tokens in _by_request(delivery.requests, delivery.token_ids):
             sample = samples[request]
             if sample.plain and request not in finished:
                 if sample.group.kind is OutputKind.DELTA:
-                    outputs.append(self._plain_delta(sample, token))
+                    outputs.append(self._plain_delta(sample, tokens))
                 elif sample.text is not None and not sample.watches:
-                    sample.unread.append(token)
+                    sample.unread.extend(tokens)
                     if len(sample.unread) >= READ_TOGETHER:
                         sample.read()
                 continue
-            self._feed(sample, token, finished.get(request))
-            if sample.logprobs is not None and request in delivery.logprobs:
-                sample.logprobs.add(*delivery.logprobs[request])
+            self._feed(sample, tokens, finished.get(request))
             changed.setdefault(sample.group, []).append(sample)
         for request, finish in finished.items():
             sample = samples[request]
@@ -229,25 +231,28 @@ class OutputBuilder:
             group.metrics,
         )
 
-    def _plain_delta(self, sample: SampleOutput, token: int) -> RequestOutput:
+    def _plain_delta(self, sample: SampleOutput, tokens: Sequence[int]) -> RequestOutput:
         group, request = sample.group, sample.request
         metrics = group.metrics
         if sample.text is not None and not sample.watches:
-            sample.text.append((token,))
-        sample.sent_tokens += 1
+            sample.text.append(tokens)
+        sample.sent_tokens += len(tokens)
         if metrics.first_token_time is None:
             metrics.first_token_time, metrics.first_scheduled_time = request.first_token_time, request.first_scheduled_time
-        completion = CompletionOutput(0, sample.text.take_delta() if sample.text is not None else "", (token,))
+        completion = CompletionOutput(0, sample.text.take_delta() if sample.text is not None else "", tokens)
         return RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request.cached_tokens, metrics)
 
-    def _feed(self, sample: SampleOutput, token: int, finish: Finish | None) -> None:
-        """Its text grows by a token; not by one that stopped it, unless asked for."""
+    def _feed(self, sample: SampleOutput, tokens: Sequence[int], finish: Finish | None) -> None:
+        """Its text grows by `tokens`; not by a last one that stopped it, unless asked for."""
         stopped_by_it = finish is not None and finish.reason == "stop" and not isinstance(finish.stop_reason, str) and not finish.keeps_token
-        if sample.text is None or (sample.watches and not stopped_by_it):
-            return
-        if not stopped_by_it or sample.group.params.include_stop_str_in_output:
-            sample.unread.append(token)
-            sample.read()
+        if sample.text is None or sample.watches:
+            if sample.text is None or not stopped_by_it:
+                return
+            tokens = tokens[-1:]  # it has seen the others
+        if stopped_by_it and not sample.group.params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        sample.unread.extend(tokens)
+        sample.read()
 
     def _finish(self, sample: SampleOutput, finish: Finish, now: float) -> None:
         sample.finish = finish
@@ -264,6 +269,14 @@ class OutputBuilder:
         steps = [(hosts, position) for position in range(min(left, len(hosts.ranks)))]
         if steps:
             known.extend(TokenLogprobs.of_steps(steps, params.prompt_logprobs or 0, self._texts[params.detokenize]))
+
+
+def _by_request(requests: Sequence[SampleState], token_ids: Sequence[int]) -> Iterable[tuple[SampleState, tuple[int, ...]]]:
+    """Return each request with its new tokens, as those of one follow each other: nearly always a single one."""
+    if not any(map(is_, requests, islice(requests, 1, None))):
+        return zip(requests, zip(token_ids, strict=True), strict=True)
+    pairs = groupby(zip(requests, token_ids, strict=True), key=itemgetter(0))
+    return [(request, tuple([token for _, token in pair])) for request, pair in pairs]
 
 
 def _earliest(times: Iterable[float | None]) -> float | None:

@@ -268,7 +268,62 @@ def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str
     return next((new for old, new in values.items() if _among(value, (old,))), None)
 
 
-_MACHINES, _LORA, _DRAFTS = planned("Several machines"), planned("LoRA adapters"), planned("Speculative decoding")
+def _speculation(name: str) -> Argument:
+    """vLLM's settings of speculative decoding. Its fields are keys of `speculation` and options of the drafter."""
+
+    def becomes(value: Any) -> Mapping[str, Any] | None:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            return None
+        given = {key: one for key, one in value.items() if one is not None}
+        method = given.pop("method", None) or _method_of(given.get("model"))
+        if method not in _DRAFTER_FIELDS or (method != "draft_model" and given.pop("model", "ngram") not in _LOOKUP):
+            return None
+        ours: dict[str, Any] = {}
+        if (most := given.pop("num_speculative_tokens", None)) is not None:
+            ours["max_drafts"] = most
+        if method == "ngram" and (lookup := {"prompt_lookup_min", "prompt_lookup_max"} & set(given)):  # of one, the other is the same
+            given = {"prompt_lookup_min": given[min(lookup)], "prompt_lookup_max": given[max(lookup)]} | given
+        if given.get("suffix_decoding_max_cached_requests", 0) != 0:
+            raise ConfigError(f"{name}: suffix_decoding_max_cached_requests: set kept_tokens and kept_clients of speculation.drafter")
+        options = {}
+        for field, one in given.items():
+            if field not in _DRAFTER_FIELDS[method]:
+                raise ConfigError(f"{name}: {field!s:.80}: method {method} takes {', '.join(['num_speculative_tokens', *_DRAFTER_FIELDS[method]])}")
+            options[_DRAFTER_FIELDS[method][field]] = one
+        return {"speculation": {"drafter": {"name": f"dovetail:{'model' if method == 'draft_model' else method}", **options}, **ours}}
+
+    says = "methods `ngram`, `suffix` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields are options"
+    taken = ({"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"}, {"model": "demo-draft", "num_speculative_tokens": 4}, None)
+    refused = ("small", *({"method": method, "model": "m"} for method in ("eagle3", "mtp", "medusa")), {"model": "some/EAGLE3-head"})
+    return Argument(name, "speculation", becomes, says, _DRAFTERS, taken, refused)
+
+
+_LOOKUP = ("ngram", "[ngram]")  # instead of a model's name
+
+
+def _method_of(model: Any) -> str | None:
+    """Return the method that `model` implies."""
+    if not isinstance(model, str) or any(head in model.lower() for head in ("eagle", "medusa", "mtp", "mlp_speculator", "mlp-speculator")):
+        return None
+    return "ngram" if model in _LOOKUP else "draft_model"
+
+
+_DRAFTER_FIELDS = {  # method -> field -> option of the drafter
+    "draft_model": {"model": "model"},
+    "ngram": {"prompt_lookup_min": "min_match", "prompt_lookup_max": "max_match"},
+    "suffix": {
+        "suffix_decoding_max_tree_depth": "max_match",
+        "suffix_decoding_max_spec_factor": "max_factor",
+        "suffix_decoding_min_token_prob": "min_share",
+        "suffix_decoding_max_cached_requests": "kept_tokens",
+    },
+}
+
+
+_MACHINES, _LORA = planned("Several machines"), planned("LoRA adapters")
+_DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, or model. For others, {planned('Models that draft')}"
 _POOLING = planned("Embeddings and scores")
 _EXPERTS = planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
@@ -399,8 +454,9 @@ _ROWS = (
         _anyway(name, None, 0, why="there are no soft prompts", otherwise=_SOFT_PROMPTS, refused=8)
         for name in ("max_prompt_adapters", "max_prompt_adapter_token")
     ),
-    *(_anyway(name, None, why="nothing is drafted", otherwise=_DRAFTS, refused="small") for name in ("speculative_config", "speculative_model")),
-    _anyway("num_speculative_tokens", None, why="nothing is drafted", otherwise=_DRAFTS, refused=3),
+    _speculation("speculative_config"),
+    _anyway("speculative_model", None, why="`speculation` chooses", otherwise=_DRAFTERS, refused="small"),
+    _anyway("num_speculative_tokens", None, why="`speculation` says it", otherwise="set speculation.max_drafts", refused=3),
     _anyway("structured_outputs_config", None, {}, why="grammar decides", otherwise="name the backend: grammar", refused={"backend": "xgrammar"}),
     _renamed(
         "guided_decoding_backend",

@@ -30,6 +30,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "grammar": "GrammarBackend",
     "executor": "Executor",
     "observer": "Observer",
+    "drafter": "Drafter",
 }
 
 

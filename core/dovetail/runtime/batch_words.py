@@ -2,8 +2,9 @@
 
 Sampling parameters of new rows are pickled together: they have many types, and a row starts only once.
 
-    step (two words), shared blocks, 1 if late, then the number of each, and of the pages of a checkpoint
+    step (two words), shared blocks, 1 if late, drafts (-1: none), then the number of each, and of the pages of a checkpoint
     removed | new_pages (group, row, page, …) | copies (src, dst, …) | checkpoints (row, tokens, pages …) | rows | num_tokens | yields_token
+    with drafts, their number in each row | drafts
     for each of `added`: row, prompt_len, computed; number of tokens, of bytes of its id, and of groups
     for each of these the pages in each group | all tokens | all pages | all ids | sampling, pickled
 """
@@ -17,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Masks, NewRow, RowCheckpoint
+from dovetail.api.executor import Batch, Drafts, Masks, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import PageCopy
 
 Words = NDArray[np.int32]
 
-_HEAD, _NEW = 12, 6  # words
+_HEAD, _NEW = 13, 6  # words
 
 
 def to_words(batch: Batch) -> list[Words]:
@@ -43,12 +44,15 @@ def to_words(batch: Batch) -> list[Words]:
     for checkpoint in saved:
         body += [np.array([checkpoint.row, checkpoint.tokens], np.int32), checkpoint.pages]
     body += [batch.rows, batch.num_tokens, batch.yields_token.astype(np.int32)]
+    if batch.drafts is not None:
+        body += [batch.drafts.counts, batch.drafts.token_ids]
     sampling = b""
     if batch.added:
         sampling = pickle.dumps([new.sampling for new in batch.added], pickle.HIGHEST_PROTOCOL)
         body += _added_words(batch.added)
         body.append(_bytes_words(sampling))
-    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, *lens, len(sampling)], np.int32)
+    drafts = -1 if batch.drafts is None else len(batch.drafts.token_ids)
+    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, drafts, *lens, len(sampling)], np.int32)
     head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may run more steps than 32 bits can count
     return [head, *body]
 
@@ -56,7 +60,7 @@ def to_words(batch: Batch) -> list[Words]:
 def from_words(words: Words) -> Batch:
     """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, late, removed, new_pages, copies, saved, pages, rows, added, sampling = words[2:_HEAD].tolist()
+    shared, late, drafts, removed, new_pages, copies, saved, pages, rows, added, sampling = words[2:_HEAD].tolist()
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
@@ -66,13 +70,14 @@ def from_words(words: Words) -> Batch:
         "rows": reader.take(rows),
         "num_tokens": reader.take(rows),
         "yields_token": reader.take(rows).astype(np.bool_),
+        "drafts": None if drafts < 0 else Drafts(reader.take(rows), reader.take(drafts)),
     }
     return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), added=_added(reader, added, sampling) if added else (), **fields)
 
 
 def masks_to_words(masks: Masks) -> list[Words]:
-    """Return arrays like `to_words`: number of masks, their indices, their words."""
-    return [np.array([len(masks.indices)], np.int32), masks.indices, masks.words.reshape(-1).view(np.int32)]
+    """Return arrays like `to_words`: number of masks, their lines, their words."""
+    return [np.array([len(masks.lines)], np.int32), masks.lines, masks.words.reshape(-1).view(np.int32)]
 
 
 def masks_from_words(words: Words) -> Masks:

@@ -21,17 +21,17 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch
-from dovetail.api.sampler import Capture, Sampler
+from dovetail.api.sampler import Capture, Lines, Sampler
 from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead, is_compiling_ahead
 from dovetail.nn.token_masks import mask_tokens
-from dovetail.runtime.decode_rows import append, last_tokens
+from dovetail.runtime.decode_rows import append, last_tokens, put_drafts
 from dovetail.runtime.mask_buffer import MaskBuffer
 from dovetail.runtime.recording import LayerSplitter, Recording, record
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled
-from dovetail.runtime.step_inputs import DecodeInputs, MixedInputs, SamplingInputs
+from dovetail.runtime.step_inputs import DecodeInputs, HostLines, MixedInputs, SamplingInputs
 from dovetail.runtime.token_sizes import half_of, most_recorded, padded_sizes, row_sizes, sharing_row_sizes, sharing_token_sizes, typical
 
 log = logging.getLogger("dovetail")
@@ -39,7 +39,7 @@ log = logging.getLogger("dovetail")
 Int64 = NDArray[np.int64]
 Progress = Callable[[str, int, int], None]  # task, number done, total
 
-NO_ROWS: Int64 = np.zeros(0, np.int64)
+NO_LINES = HostLines(np.zeros(0, np.int64), np.zeros(0, np.int32))
 MOST_THREADS = 16  # for compilation; more don't help, since its Python part is serialized
 
 
@@ -48,15 +48,20 @@ class Kind(Enum):
 
     MIXED = auto()  # the model, for any step: everything that depends only on the number of tokens
     MIXED_SHARING = auto()  # the same; attention reads a prefix that all rows share once
-    DECODE = auto()  # a whole decode step: model, `Capture.TOKENS`, growth of the rows
+    DECODE = auto()  # a whole decode step, with or without drafts: model, `Capture.TOKENS`, growth of the rows
     DECODE_SHARING = auto()  # the same; attention reads a prefix that all rows share once
     DECODE_FULL = auto()  # the same with `Capture.FULL`
     MODEL = auto()  # the model of a decode step whose sampling waits for masks
     SAMPLING = auto()  # the rest of a step whose model ran before: masks, `Capture.TOKENS`, growth of the rows
     SAMPLING_FULL = auto()  # the same with `Capture.FULL`
+    DRAFT_FIRST = auto()  # the draft model's K and V of the last two known tokens of rows, and their first draft, with `Capture.TOKENS`
+    DRAFT_NEXT = auto()  # the draft model's next draft of rows
+    DRAFT_FIRST_FULL = auto()  # the same two with `Capture.FULL`
+    DRAFT_NEXT_FULL = auto()
 
 
 DECODE_KINDS = {Capture.TOKENS: Kind.DECODE, Capture.FULL: Kind.DECODE_FULL}
+DRAFT_KINDS = {Capture.TOKENS: (Kind.DRAFT_FIRST, Kind.DRAFT_NEXT), Capture.FULL: (Kind.DRAFT_FIRST_FULL, Kind.DRAFT_NEXT_FULL)}
 SAMPLING_KINDS = {Capture.TOKENS: Kind.SAMPLING, Capture.FULL: Kind.SAMPLING_FULL}
 
 
@@ -69,17 +74,16 @@ class StepParts:
     sampler: Sampler
     rows: RowState
     masks: MaskBuffer
+    draft: Any = None  # the draft model, a CausalLM; None: there is none
 
-    def sample(
-        self, rows: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None
-    ) -> Sampled:
-        """Sample a token for each of `rows` [n] int64 and append it to the row. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden
-        state of the last known token. `masked` [n] int64: index of the row's mask, or -1."""
+    def sample(self, lines: Lines, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None) -> Sampled:
+        """Sample a token for each of `lines` [n] and extend their rows. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden state of
+        the line's last token. `masked` [n] int64: index of the line's mask, or -1."""
         logits = self.model.logits(hidden)
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
-        sampled = self.sampler.sample_captured(settled(logits), rows, capture)
-        tokens = append(self.rows, rows, positions, sampled.token_ids, hidden)
+        sampled = self.sampler.sample_captured(settled(logits), lines, capture)
+        tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
         return Sampled(tokens) if sampled.logprobs is None else Sampled.pack(tokens, sampled.logprobs)
 
 
@@ -123,7 +127,7 @@ class MixedSteps(Builder):
 
     def inputs(self, size: int) -> MixedInputs:
         rows, nothing = self.parts.rows, np.zeros(0, np.int32)
-        most_wanted = rows.max_rows if size >= 2 * rows.max_rows else 0  # large steps compute only wanted states, of at most half of the tokens
+        most_wanted = rows.max_lines if size >= 2 * rows.max_lines else 0  # large steps compute only wanted states, of at most half of the tokens
         inputs = MixedInputs(size, rows, most_wanted)
         of_no_rows = inputs.rows(0)
         padding = AttentionBatch(
@@ -144,12 +148,15 @@ class MixedSteps(Builder):
     def run(self, inputs: MixedInputs) -> torch.Tensor:
         """Return hidden states: of all tokens [size, hidden], or of wanted ones [most_wanted, hidden]."""
         token_ids = self.parts.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
-        hidden: torch.Tensor = self.parts.model(token_ids, inputs.positions, None if inputs.all_states else inputs.wanted)
+        wanted = None if inputs.all_states else inputs.wanted
+        hidden: torch.Tensor = self.parts.model(token_ids, inputs.positions, wanted)
+        if self.parts.draft is not None:
+            self.parts.draft(token_ids, inputs.positions, wanted)
         return hidden
 
 
 class DecodeSteps(Builder):
-    """Decode steps of `size` rows, from the last known tokens to the sampled ones; without a `capture`, only the model's part."""
+    """Decode steps of `size` lines, from their last tokens to the sampled ones; without a `capture`, only the model's part."""
 
     def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture | None, *, shares: bool = False) -> None:
         super().__init__(kind, sizes, parts)
@@ -161,18 +168,18 @@ class DecodeSteps(Builder):
         inputs = DecodeInputs(size, self.parts.rows)
         if self.parts.rows.states is not None:
             self.parts.rows.states.steps.plan(inputs.states)
-        self.parts.backend.plan(inputs.fill(NO_ROWS, int(self._shares)))
+        self.parts.backend.plan(inputs.fill(NO_LINES, int(self._shares)))
         return inputs
 
     def run(self, inputs: DecodeInputs) -> Any:
         """Return `Sampled`, or the hidden states [size, hidden]."""
-        token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.rows))
+        token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.lines))
         hidden = settled(self.parts.model(token_ids, positions))
-        return hidden if self._capture is None else self.parts.sample(inputs.rows, positions, hidden, self._capture)
+        return hidden if self._capture is None else self.parts.sample(inputs.lines, positions, hidden, self._capture)
 
 
 class SamplingSteps(Builder):
-    """The rest of a step after its model, for `size` sampled rows. Launching its kernels one by one takes longer than a small step."""
+    """The rest of a step after its model, for `size` sampled lines. Launching its kernels one by one takes longer than a small step."""
 
     def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, model: DecodeSteps) -> None:
         super().__init__(kind, sizes, parts)
@@ -189,8 +196,34 @@ class SamplingSteps(Builder):
         return SamplingInputs(size, self.parts.rows.max_rows, self._states)
 
     def run(self, inputs: SamplingInputs) -> Sampled:
-        positions = settled(last_tokens(self.parts.rows, inputs.rows)[1])
-        return self.parts.sample(inputs.rows, positions, inputs.hidden, self._capture, inputs.masked)
+        positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
+        return self.parts.sample(inputs.lines, positions, inputs.hidden, self._capture, inputs.masked)
+
+
+class DraftSteps(Builder):
+    """One draft for each of `size` rows: the draft model, a sample, and its place after the row's tokens. Each row has `lines_per_row` neighbouring
+    lines; the draft follows the last of them."""
+
+    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, lines_per_row: int) -> None:
+        super().__init__(kind, sizes, parts)
+        self._capture, self._lines_per_row = capture, lines_per_row
+        self.optional = capture is Capture.FULL
+
+    def inputs(self, size: int) -> DecodeInputs:
+        inputs = DecodeInputs(size * self._lines_per_row, self.parts.rows)
+        self.parts.backend.plan(inputs.fill(NO_LINES, 0))
+        return inputs
+
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Return the drafts [size] int64."""
+        token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.lines))
+        hidden = settled(self.parts.draft(token_ids, positions))
+        last = slice(self._lines_per_row - 1, None, self._lines_per_row)
+        lines = Lines(*(values[last].contiguous() for values in inputs.lines))
+        logits = settled(self.parts.draft.logits(hidden[last].contiguous()))
+        drafts = settled(self.parts.sampler.sample_captured(logits, lines, self._capture).token_ids)
+        put_drafts(self.parts.rows, lines, positions[last], drafts, self.parts.sampler.context.vocab_size)
+        return drafts
 
 
 def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) -> list[Builder]:
@@ -204,25 +237,32 @@ def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) 
     return builders
 
 
-def decode_builders(parts: StepParts, most_rows: int) -> list[Builder]:
-    """Return the kinds for decode steps of up to `most_rows` rows, and for sampling as many, if the sampler can be captured. The sampling kinds
+def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
+    """Return the kinds for decode steps of up to `most_lines` lines, and for sampling as many, if the sampler can be captured. The sampling kinds
     come after `MODEL` and read its states: later recordings in a pool don't reuse the memory of outputs that are kept."""
     can = parts.sampler.capabilities
     if not can.cuda_graph:
         return []
-    sizes = row_sizes(most_rows)
+    sizes = row_sizes(most_lines, with_drafts=parts.rows.max_lines > parts.rows.max_rows)
     few = half_of(sizes)
     model = DecodeSteps(Kind.MODEL, few, parts, None)
     builders: list[Builder] = [DecodeSteps(Kind.DECODE, sizes, parts, Capture.TOKENS)]
     if parts.backend.capabilities.shared_prefix:
-        builders.append(DecodeSteps(Kind.DECODE_SHARING, sharing_row_sizes(most_rows), parts, Capture.TOKENS, shares=True))
+        builders.append(DecodeSteps(Kind.DECODE_SHARING, sharing_row_sizes(most_lines), parts, Capture.TOKENS, shares=True))
     builders.append(model)
     if can.cuda_graph_full:
         builders.append(DecodeSteps(Kind.DECODE_FULL, few, parts, Capture.FULL))
     builders.append(SamplingSteps(Kind.SAMPLING, sizes, parts, Capture.TOKENS, model))
     if can.cuda_graph_full:
         builders.append(SamplingSteps(Kind.SAMPLING_FULL, few, parts, Capture.FULL, model))
-    return builders
+    return [*builders, *draft_builders(parts, most_lines)] if parts.draft is not None else builders
+
+
+def draft_builders(parts: StepParts, most_lines: int) -> list[Builder]:
+    """Return the kinds for as many rows as can check a draft in a step of `most_lines` lines. The sampler can be captured."""
+    sizes = half_of(row_sizes(max(1, min(parts.rows.max_rows, most_lines // 2))))
+    captures = [capture for capture in DRAFT_KINDS if capture is Capture.TOKENS or parts.sampler.capabilities.cuda_graph_full]
+    return [DraftSteps(kind, sizes, parts, capture, lines) for capture in captures for kind, lines in zip(DRAFT_KINDS[capture], (2, 1), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +270,7 @@ class Graph:
     """A recording of one kind and size."""
 
     kind: Enum
-    size: int  # rows or tokens of its inputs, including padding
+    size: int  # lines or tokens of its inputs, including padding
     inputs: Any  # from its builder: fill it, then replay
     recording: Recording[Any]
 
@@ -255,7 +295,7 @@ class Graphs:
         mixed: list[Builder] = []
         if parts.rows.states is None:  # the kernels of states have grids that depend on the rows of a step
             mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
-        return cls([*mixed, *decode_builders(parts, min(parts.rows.max_rows, max_tokens))], parts)
+        return cls([*mixed, *decode_builders(parts, min(parts.rows.max_lines, max_tokens))], parts)
 
     def __str__(self) -> str:
         kinds = {builder.kind for builder in self._builders}
@@ -304,7 +344,7 @@ class Graphs:
             self._table[builder.kind] = builder.sizes, recorded[::-1]
 
     def find(self, kind: Enum, size: int) -> Graph | None:
-        """Return the smallest recording of the kind for `size` rows or tokens; None if there is none."""
+        """Return the smallest recording of the kind for `size` lines or tokens; None if there is none."""
         sizes, graphs = self._table.get(kind, ((), []))
         index = bisect_left(sizes, size)
         return None if index == len(sizes) else graphs[index]
@@ -323,8 +363,8 @@ class Graphs:
         return None if graph is None or (all_states and not graph.inputs.all_states) else graph
 
     def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool) -> Graph | None:
-        """Return the graph for a decode step of these rows; for a `late` one, only of its model. None if no graph supports everything that they
-        need."""
+        """Return the graph for a decode step of lines of these rows; for a `late` one, only of its model. None if no graph supports everything that
+        they need."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.shared_prefix
         if late:
             return None if shares else self.find(Kind.MODEL, len(host_rows))
@@ -334,8 +374,8 @@ class Graphs:
         return self.find(Kind.DECODE_SHARING if shares else DECODE_KINDS[capture], len(host_rows))
 
     def for_sampling(self, host_rows: Int64, *, masked: bool) -> Graph | None:
-        """Return the graph that samples for these rows, some of which may be `masked`. None if no graph supports everything that they need: e.g.
-        log-probabilities are of raw logits, which a graph with masks doesn't keep."""
+        """Return the graph that samples for lines of these rows, some of which may be `masked`. None if no graph supports everything that they need:
+        e.g. log-probabilities are of raw logits, which a graph with masks doesn't keep."""
         capture = self._parts.sampler.capture_for(host_rows)
         if capture is None or (masked and (self._parts.rows.logprobs[host_rows] >= 0).any()):
             return None

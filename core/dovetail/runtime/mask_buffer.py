@@ -58,8 +58,8 @@ class MaskBuffer:
         torch.cuda.current_stream(self._device).wait_event(self._copied[self._next])
 
 
-def lines_of(masks: Masks, yields_token: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return, for each row of a batch that yields a token, its row in the words of `masks`, or -1."""
-    lines = np.full(len(yields_token), -1, np.int64)
-    lines[masks.indices] = np.arange(len(masks.indices))
-    return lines[yields_token]
+def masks_of_lines(masks: Masks, num_lines: int) -> NDArray[np.int64]:
+    """Return, for each line of a batch, its row in the words of `masks`, or -1."""
+    found = np.full(num_lines, -1, np.int64)
+    found[masks.lines] = np.arange(len(masks.lines))
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dovetail.api.executor import Batch, NewRow
+from dovetail.api.executor import Batch, Drafts, NewRow
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
@@ -18,10 +18,13 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
-    biggest = biggest_batch(runner.rows, max_tokens)
-    runner.collect(runner.submit(biggest))
-    runner.rows.update(empty_batch(removed=biggest.rows))
-    runner.sampler.update(biggest.rows.tolist(), [])
+    biggest = [biggest_batch(runner.rows, max_tokens)]
+    if runner.rows.max_lines > len(biggest[0].rows):
+        biggest.append(drafting_batch(runner.rows, min(runner.rows.max_lines, max_tokens)))
+    for batch in biggest:
+        runner.collect(runner.submit(batch))
+        runner.rows.update(empty_batch(removed=batch.rows))
+        runner.sampler.update(batch.rows.tolist(), [])
     free, total = torch.cuda.mem_get_info(runner.device)
     outside_torch = total - free - torch.cuda.memory_reserved(runner.device)
     return outside_torch + torch.cuda.max_memory_allocated(runner.device)
@@ -36,6 +39,22 @@ def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
     added = tuple(NewRow(row, "profile", tokens, count, 0, pages, RowSampling()) for row in range(num_rows))
     index = np.arange(num_rows, dtype=np.int32)
     return empty_batch(added=added, rows=index, num_tokens=np.full(num_rows, count, np.int32), yields_token=np.ones(num_rows, np.bool_))
+
+
+def drafting_batch(rows: RowState, lines: int) -> Batch:
+    """Return a step of so many lines, dealt to as many rows as there are, each with one known token; the rest are drafts."""
+    num_rows = min(rows.max_rows, lines)
+    counts = (lines // num_rows + (np.arange(num_rows) < lines % num_rows)).astype(np.int32)
+    return batch_of_drafts(rows, Drafts(counts - 1, np.zeros(lines - num_rows, np.int32)), known=1)
+
+
+def batch_of_drafts(rows: RowState, drafts: Drafts, known: int) -> Batch:
+    """Return a step in which new rows with `known` tokens each check these drafts."""
+    num_rows, counts = len(drafts.counts), 1 + drafts.counts
+    pages = tuple(np.zeros(group.blocks(known + int(counts.max())) * group.pages_per_block, np.int32) for group in rows.layout.groups)
+    added = tuple(NewRow(row, "profile", np.zeros(known, np.int32), known, known - 1, pages, RowSampling()) for row in range(num_rows))
+    index = np.arange(num_rows, dtype=np.int32)
+    return empty_batch(added=added, rows=index, num_tokens=counts, yields_token=np.ones(num_rows, np.bool_), drafts=drafts)
 
 
 def empty_batch(**changes: object) -> Batch:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, NewRow
+from dovetail.api.executor import Batch, Drafts, NewRow
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
@@ -36,9 +36,10 @@ MOST_UNSENT = 64  # maximum number of steps with unsent blocks
 
 class RowState:
     """`max_rows` rows of at most `max_len` tokens, in blocks of `layout`. Device tensors have fixed addresses. `states`: if the layout has a
-    recurrent group, which has no tables here."""
+    recurrent group, which has no tables here. `max_lines`: most that a step samples (see `dovetail.api.executor.Batch`); at least `max_rows`."""
 
-    def __init__(self, max_rows: int, max_len: int, layout: KVLayout, device: torch.device, states: States | None = None) -> None:
+    def __init__(self, max_rows: int, max_len: int, layout: KVLayout, device: torch.device, states: States | None = None, max_lines: int = 0) -> None:
+        self.max_lines = max(max_rows, max_lines)
         self.max_rows, self.max_len, self.layout, self.device, self.states = max_rows, max_len, layout, device, states
         self.block_size = layout.block_size
         self.max_blocks = -(-max_len // self.block_size)
@@ -96,7 +97,7 @@ class RowState:
         return self.waste_page * self.block_tokens
 
     def update(self, batch: Batch) -> None:
-        """Apply removed rows, added rows and new pages. Raises `DovetailError` if they don't fit."""
+        """Apply removed rows, added rows and new pages, and write drafts after the known tokens. Raises `DovetailError` if they don't fit."""
         self._check_added(batch.added)
         if len(batch.removed):
             self.known[batch.removed] = self.computed[batch.removed] = 0
@@ -107,21 +108,27 @@ class RowState:
                 new = batch.new_pages if len(self._tables_of) == 1 else batch.new_pages[batch.new_pages[:, 0] == group]
                 if len(new):
                     self._append_pages(group, tables, new[:, 1].astype(np.int64), new[:, 2])
+        if batch.drafts is not None:
+            self.check(batch)
+            changes.append(self._drafted(batch.rows.astype(np.int64), batch.drafts))
         if changes or len(self._unsent) > MOST_UNSENT:
             self._send(changes)
 
     def check(self, batch: Batch) -> None:
-        """Raise `DovetailError` that names a request with too few tokens or blocks for the batch."""
-        ends = self.computed[batch.rows] + batch.num_tokens
+        """Raise `DovetailError` that names a request with too few tokens or blocks for the batch, or says what is wrong with its drafts."""
+        ends, known = self.computed[batch.rows] + batch.num_tokens, self.known[batch.rows]
+        if batch.drafts is not None:
+            known = known + self._checked_drafts(batch, batch.drafts)
         capacity = self._capacity(batch.rows)
-        wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > capacity)
-        wrong |= (ends > self.max_len) | (batch.yields_token & (ends != self.known[batch.rows]))
+        wrong = (batch.num_tokens < 1) | (ends > known) | (ends > capacity)
+        wrong |= (ends > self.max_len) | (batch.yields_token & (ends != known))
         if wrong.any():
             row, count = (int(values[wrong.argmax()]) for values in (batch.rows, batch.num_tokens))
+            drafts = int(known[wrong.argmax()] - self.known[row])
             raise DovetailError(
                 f"step {batch.step}: request {self.request_ids[row]!r} (row {row}) can't compute {count} tokens after {self.computed[row]}: "
-                f"{self.known[row]} are known, its blocks hold {capacity[wrong.argmax()]}, a row holds {self.max_len}, and only the last known "
-                "token can sample"
+                f"{self.known[row]} are known{f' and {drafts} drafted' if drafts else ''}, its blocks hold {capacity[wrong.argmax()]}, a row holds "
+                f"{self.max_len}, and only the last known token and drafts can sample"
             )
 
     def slots(self, rows: Int64, positions: Int64) -> Int64:
@@ -155,14 +162,6 @@ class RowState:
         """Record that `num_tokens` more tokens of each row are computed."""
         self.computed[rows] += num_tokens
 
-    def append(self, token_ids: torch.Tensor, rows: torch.Tensor, host_rows: Int64) -> None:
-        """Append one sampled token to each row, [n] int64 on the device. `host_rows`: the same rows."""
-        known = self.known[host_rows]
-        indices, grown = all_to_device([host_rows * self.row_width + known, (known + 1).astype(np.int32)], self.device)
-        self.token_ids.view(-1).index_copy_(0, indices, token_ids.to(torch.int32))
-        self.num_tokens.index_copy_(0, rows, grown)
-        self.known[host_rows] += 1
-
     def _capacity(self, rows: NDArray[np.int32]) -> Int64:
         """Return how many tokens the blocks of these rows hold."""
         capacity: Int64 | None = None
@@ -185,6 +184,22 @@ class RowState:
                         f"request {new.request_id!r} has {len(new.token_ids)} tokens in {len(pages)} pages of a group; a row holds {self.max_len} "
                         f"tokens in {self.max_blocks * group.pages_per_block} pages"
                     )
+
+    def _checked_drafts(self, batch: Batch, drafts: Drafts) -> NDArray[np.int32]:
+        """Return the number of each row's drafts."""
+        counts, count = drafts.counts, len(drafts.token_ids)
+        if counts.shape != batch.rows.shape or (counts < 0).any() or counts.sum() != count:
+            raise DovetailError(f"step {batch.step} has {count} drafts for {len(batch.rows)} rows; by its counts there should be {counts.tolist()}")
+        if ((counts > 0) & ~(batch.yields_token & (batch.num_tokens == 1 + counts))).any():
+            raise DovetailError(f"step {batch.step}: a row with drafts computes these and its last known token, and samples")
+        if batch.num_lines.sum() > self.max_lines:
+            raise DovetailError(f"step {batch.step} samples {batch.num_lines.sum()} lines; there is memory for {self.max_lines}")
+        return counts
+
+    def _drafted(self, rows: Int64, drafts: Drafts) -> Change:
+        starts = self._token_ids_at + rows * self.row_width + self.known[rows]
+        ends = drafts.counts.cumsum()
+        return (starts - (ends - drafts.counts)).repeat(drafts.counts) + np.arange(len(drafts.token_ids)), drafts.token_ids
 
     def _add(self, added: tuple[NewRow, ...]) -> list[Change]:
         rows = np.array([new.row for new in added], np.int64)

@@ -15,21 +15,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch
+from dovetail.api.attention import AttentionBackend
 from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch, HostLogprobs, Masks, Result
-from dovetail.api.sampler import SampledTokens, Sampler, TopLogprobs
+from dovetail.api.sampler import Lines, SampledTokens, Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.token_masks import mask_tokens
+from dovetail.runtime.decode_rows import append, last_tokens
+from dovetail.runtime.draft_model import DraftModel, are_mixed
 from dovetail.runtime.graphs import Graph, Graphs, StepParts
 from dovetail.runtime.kv_pool import KVPool
-from dovetail.runtime.mask_buffer import MaskBuffer, lines_of
+from dovetail.runtime.mask_buffer import MaskBuffer, masks_of_lines
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
 from dovetail.runtime.sampler_rows import update_rows
 from dovetail.runtime.states import States
-from dovetail.runtime.step_inputs import DeviceInputs, HostInputs
+from dovetail.runtime.step_inputs import DeviceInputs, HostInputs, HostLines
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
 
 LOGITS_AT_ONCE = 1 << 24  # numbers per slice in which prompt logprobs are computed
@@ -82,43 +84,42 @@ class DeviceSpan:
 class PendingStep:
     """A submitted step: its request, and results being copied to the host."""
 
-    step: int
-    rows: NDArray[np.int32]  # [b]
+    batch: Batch
     request_ids: list[str]  # of all rows: by `collect` a row may have another request
-    yields_token: NDArray[np.bool_]  # [b]
+    lines: HostLines  # [n]
     started: float  # when submitted, in seconds on the engine's clock
     refused: dict[int, str] = field(default_factory=dict)  # the step's new rows that the sampler rejected -> reason
-    token_ids: HostCopy | None = None  # [n] of the rows that sample
-    broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
-    logprobs: LogprobsCopy | None = None
-    replayed: SampledCopy | None = None  # all three, if sampling was replayed
-    masked: NDArray[np.int64] | None = None  # [n] of the rows that sample: their rows in the masks, or -1; None: no row is masked
-    asked_logprobs: int = -1  # largest number of alternatives requested in such a step; -1: no logprobs
+    sampled: SampledCopy | None = None  # None if n is 0
+    asked_logprobs: int = -1  # largest number of alternatives requested of a replayed sampling; -1: no logprobs
+    logprobs: LogprobsCopy | None = None  # if sampling wasn't replayed
+    masked: NDArray[np.int64] | None = None  # [n] the lines' rows in the masks, or -1; None: no line is masked
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
-    unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = (
-        None  # of a late batch before `sample`: hidden states, and the indices of the rows' last ones
-    )
+    unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and the indices of the lines'
     ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
+
+    @property
+    def step(self) -> int:
+        return self.batch.step
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        return self.batch.rows
 
     @property
     def passed(self) -> bool:
         """True once the device has computed the step, so that `collect` needn't wait."""
         return self.span is None or self.span.passed
 
-    def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the token ids of the n rows that sample, and whether their states are NaN."""
-        if self.replayed is not None:
-            token_ids, broken = self.replayed.tokens(n)
-            return token_ids, broken
-        if self.token_ids is None or self.broken is None:
-            return np.zeros(0, np.int64), np.zeros(0, np.bool_)
-        return self.token_ids.value, self.broken.value
+    def outcome(self) -> NDArray[np.int64]:
+        """Return [3, n]: see `decode_rows.append`."""
+        n = len(self.lines.rows)
+        return np.zeros((3, 0), np.int64) if self.sampled is None else self.sampled.tokens(n)
 
-    def outcome_logprobs(self, n: int) -> HostLogprobs | None:
-        """Return the log-probabilities of the same rows, if any requests them."""
-        if self.replayed is not None and self.asked_logprobs >= 0:
-            return self.replayed.logprobs(n, self.asked_logprobs)
+    def outcome_logprobs(self) -> HostLogprobs | None:
+        """Return the log-probabilities of all lines, if any row requests them."""
+        if self.sampled is not None and self.asked_logprobs >= 0:
+            return self.sampled.logprobs(len(self.lines.rows), self.asked_logprobs)
         return self.logprobs.value() if self.logprobs else None
 
 
@@ -126,44 +127,60 @@ class Runner:
     """Model, attention, sampler and rows of one device. Its arguments are ready to run; it has no lasting allocations itself."""
 
     def __init__(
-        self, model: torch.nn.Module, backend: AttentionBackend, pool: KVPool, sampler: Sampler, rows: RowState, clock: Clock, vocab_size: int
+        self,
+        model: torch.nn.Module,
+        backend: AttentionBackend,
+        pool: KVPool,
+        sampler: Sampler,
+        rows: RowState,
+        clock: Clock,
+        vocab_size: int,
+        draft: DraftModel | None = None,
     ) -> None:
         self.model: Any = model  # a CausalLM
+        self.draft = draft  # None: drafts come with the batches
         self.backend, self.pool, self.sampler, self.rows, self.clock = backend, pool, sampler, rows, clock
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions with logits computed at once
         self._pending: deque[PendingStep] = deque()
         self._refused: dict[int, str] = {}  # rows of collected steps that the sampler rejected -> reason: their requests have ended
-        self.masks = MaskBuffer(rows.max_rows, vocab_size, rows.device)
+        self._vocab_size = vocab_size
+        self.masks = MaskBuffer(rows.max_lines, vocab_size, rows.device)
         self.graphs: Graphs | None = None  # set once captured
 
     @property
     def parts(self) -> StepParts:
         """Objects from which graphs of its steps are built."""
-        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks)
+        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, None if self.draft is None else self.draft.model)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
         """Enqueue a step; for a late one, only the model. Raises `DovetailError` if it doesn't match the rows' state."""
         started = self.clock.now()
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
+        self._check_drafts(batch)
         self._change_rows(batch)
-        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.yields_token, started, span=span)
+        pending = PendingStep(batch, self.rows.request_ids, HostLines.of(batch), started, span=span)
         graphs, graph = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
-        if graphs is not None:
+        proposes = self.draft is not None and batch.drafts is not None
+        if graphs is not None or proposes:
             self._tell_sampler(batch, pending)
-            graph = graphs.for_decode(batch.rows.astype(np.int64), self._worth_sharing(batch), late=batch.late)
+        if self.draft is not None and batch.drafts is not None:
+            self.draft.propose(batch.drafts, batch.rows, self.graphs)
+        if graphs is not None:
+            graph = graphs.for_decode(pending.lines.rows, self._worth_sharing(batch), late=batch.late)
         if graphs is not None and graph is not None:
             self._replay(graphs, graph, batch, pending)
         else:
             hidden, last_indices = self._run_model(batch, pending)
-            if graphs is None:
+            if graphs is None and not proposes:
                 self._tell_sampler(batch, pending)  # while the device computes
             if batch.late:
                 pending.unsampled = hidden, last_indices
             elif len(last_indices):
-                self._sample(batch.rows[batch.yields_token].astype(np.int64), last_indices, hidden, pending)
-        self.rows.advance(batch.rows, batch.num_tokens)
+                self._sample(last_indices, hidden, pending)
+        if batch.drafts is None:  # otherwise `collect` does
+            self.rows.advance(batch.rows, batch.num_tokens)
         if not batch.late:
             self._close(pending)
         self._pending.append(pending)
@@ -176,10 +193,10 @@ class Runner:
             raise DovetailError(f"step {pending.step} can't be sampled: it must be late, sampled once, and the only one in flight")
         hidden, last_indices = pending.unsampled
         pending.unsampled = None
-        if len(masks.indices):
+        if len(masks.lines):
             self.masks.send(masks)
-            pending.masked = lines_of(masks, pending.yields_token)
-        self._sample(pending.rows[pending.yields_token].astype(np.int64), last_indices, hidden, pending)
+            pending.masked = masks_of_lines(masks, len(pending.lines.rows))
+        self._sample(last_indices, hidden, pending)
         self._close(pending)
 
     @contextmanager
@@ -192,7 +209,9 @@ class Runner:
             self.graphs = graphs
 
     def _close(self, pending: PendingStep) -> None:
-        """Finish submitting: the whole step is enqueued; on a CPU, computed."""
+        """Finish submitting: the whole step is enqueued; on a CPU, computed. How many tokens rows with drafts get is known to `collect`."""
+        if pending.batch.drafts is None:
+            self.rows.known[pending.lines.rows] += 1
         if pending.span is not None:
             pending.span.close()
         else:
@@ -207,20 +226,35 @@ class Runner:
             raise DovetailError(f"step {pending.step} was collected, but it is late and wasn't sampled")
         started, ended = self._wait(self._pending.popleft())
         self._refused |= pending.refused
-        token_ids = np.full(len(pending.yields_token), -1, np.int64)
-        sampling = np.flatnonzero(pending.yields_token)
-        sampled, broken = pending.outcome(len(sampling))
-        token_ids[sampling] = sampled
+        batch, (sampled, broken, gained) = pending.batch, pending.outcome()
+        counts, logprobs = None, pending.outcome_logprobs()
+        if batch.drafts is None:
+            sampling = np.flatnonzero(batch.yields_token)
+            token_ids = np.full(len(batch.rows), -1, np.int64)
+            token_ids[sampling] = sampled
+        else:
+            sampling = np.arange(len(batch.rows)).repeat(batch.num_lines)
+            counts = np.zeros(len(batch.rows), np.int32)
+            np.add.at(counts, sampling, gained.astype(np.int32))
+            yielded = np.flatnonzero(pending.lines.ahead < counts[sampling])
+            sampling, token_ids, broken = sampling[yielded], sampled[yielded], broken[yielded]
+            if logprobs is not None:
+                logprobs = HostLogprobs(logprobs.token_ids[yielded], logprobs.logprobs[yielded], logprobs.ranks[yielded])
+            self.rows.known[batch.rows] += counts
+            self.rows.advance(batch.rows, np.where(batch.drafts.counts > 0, counts, batch.num_tokens))
+            if self.draft is not None:
+                self.draft.collected(batch.rows)
         failed = {int(sampling[index]): "the model's hidden state holds NaN" for index in np.flatnonzero(broken)}
-        failed |= {index: pending.refused[row] for index, row in enumerate(pending.rows.tolist()) if row in pending.refused}
+        failed |= {index: pending.refused[row] for index, row in enumerate(batch.rows.tolist()) if row in pending.refused}
         return Result(
             step=pending.step,
             token_ids=token_ids,
             started=started,
             ended=ended,
-            logprobs=pending.outcome_logprobs(len(sampling)),
+            logprobs=logprobs,
             prompt_logprobs={index: copy.value() for index, copy in pending.prompt_logprobs.items()},
             failed=failed,
+            counts=counts,
         )
 
     def _wait(self, pending: PendingStep) -> tuple[float, float]:
@@ -233,23 +267,26 @@ class Runner:
 
     def _run_model(self, batch: Batch, pending: PendingStep) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Run the model for any step. Large steps are launched kernel by kernel. Returns hidden states [any, hidden], and where in them those of the
-        last tokens of the rows that sample are."""
+        lines' last tokens are."""
         graphs, shared_blocks, host = self.graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         all_states = len(asks) > 0
+        draft = self.draft if (batch.num_tokens > batch.num_lines).any() else None
         graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states)
-        last_indices = host.ends[batch.yields_token].astype(np.int64) - 1
+        last_indices = host.line_ends(batch.num_lines)
         if graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, last_indices)
-            hidden = graphs.replay(graph, self._attention_batch(batch, host, inputs, shared_blocks, mixed_graph=graph.whole))
-            all_states = graph.inputs.all_states
+            hidden = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
+            all_states, draft = graph.inputs.all_states, self.draft  # these graphs run it
         else:
             inputs = host.to_device(self.rows)
             if self.rows.states is not None:
                 self._plan_states(self.rows.states, batch, inputs)
-            self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks))
+            self.backend.plan(host.attention_batch(self.rows, inputs, shared_blocks))
             all_states = all_states or len(last_indices) == host.num_tokens
-            hidden = self._launch_model(inputs, None if all_states else last_indices)
+            hidden = self._launch_model(inputs, None if all_states else last_indices, None if draft is None else draft.model)
+        if draft is not None:
+            draft.computed(batch)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
         return hidden, last_indices if all_states else np.arange(len(last_indices))
 
@@ -265,44 +302,65 @@ class Runner:
             states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
         states.steps.plan(states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at))
 
-    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None) -> torch.Tensor:
-        """Return hidden states [tokens, hidden]; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1."""
+    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any) -> torch.Tensor:
+        """Return hidden states [tokens, hidden]; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that
+        stores its K and V of all tokens, or None."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
             wanted = np.array([len(token_ids) - 1])  # no row samples, but models require at least one token
-        hidden: torch.Tensor = self.model(token_ids, inputs.positions, None if wanted is None else to_device(wanted, self.device))
+        device_wanted = None if wanted is None else to_device(wanted, self.device)
+        hidden: torch.Tensor = self.model(token_ids, inputs.positions, device_wanted)
+        if draft is not None:
+            draft(token_ids, inputs.positions, device_wanted)
         return hidden
 
     def _is_plain_decode(self, batch: Batch) -> bool:
-        """Return True if every row computes one token and samples, so that a graph can replay the step if it supports the rows' sampling."""
-        one_each = bool((batch.num_tokens == 1).all()) and not batch.checkpoints
-        return one_each and bool(batch.yields_token.all()) and not self._asks_prompt_logprobs(batch).any()
+        """Return True if every row computes a token for each line, and has one, so that a graph can replay the step if it supports the rows'
+        sampling."""
+        one_each = bool((batch.num_tokens == batch.num_lines).all()) and not batch.checkpoints
+        return one_each and not self._asks_prompt_logprobs(batch).any()
 
     def _replay(self, graphs: Graphs, graph: Graph, batch: Batch, pending: PendingStep) -> None:
         """Replay with the longest rows first: kernels that compute a row in one program start with these, and short ones fill the gaps at the end."""
-        rows = batch.rows.astype(np.int64)
-        order = np.argsort(-self.rows.known[rows], kind="stable")
-        outputs = graphs.replay(graph, graph.inputs.fill(rows[order], self._worth_sharing(batch)))
+        order = np.argsort(-self.rows.known[pending.lines.rows], kind="stable")  # a row's lines stay neighbours
+        outputs = graphs.replay(graph, graph.inputs.fill(pending.lines.sorted(order), self._worth_sharing(batch)))
         if batch.late:
             pending.unsampled = outputs, np.argsort(order)
             return
-        self.rows.known[rows] += 1
-        self._fetch(outputs, rows, pending, order)
+        self._fetch(outputs, pending, order)
 
-    def _fetch(self, sampled: Sampled, host_rows: NDArray[np.int64], pending: PendingStep, order: NDArray[np.int64] | None = None) -> None:
-        """Copy the replayed results of these rows to the host, in this order."""
+    def _fetch(self, sampled: Sampled, pending: PendingStep, order: NDArray[np.int64] | None = None) -> None:
+        """Copy the results of the step's lines to the host, in this order."""
         if sampled.packed is not None:
-            pending.asked_logprobs = int(self.rows.logprobs[host_rows].max())
-        pending.replayed = SampledCopy(sampled, order, with_logprobs=pending.asked_logprobs >= 0)
+            pending.asked_logprobs = int(self.rows.logprobs[pending.lines.rows].max())
+        pending.sampled = SampledCopy(sampled, order, with_logprobs=pending.asked_logprobs >= 0)
 
     def _worth_sharing(self, batch: Batch) -> int:
         """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little."""
         tokens = batch.shared_prefix_blocks * self.rows.layout.groups[0].block_tokens if batch.shared_prefix_blocks else 0
         return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
 
+    def _check_drafts(self, batch: Batch) -> None:
+        """Raise `DovetailError` if the batch has unknown token ids as drafts, or a step with drafts wouldn't be alone in flight."""
+        if self._pending and (batch.drafts is not None or self._pending[-1].batch.drafts is not None):
+            raise DovetailError(f"step {batch.step} can't be submitted while step {self._pending[-1].step} is in flight: one of them has drafts")
+        if batch.drafts is None:
+            return
+        ids, lowest = batch.drafts.token_ids, 0 if self.draft is None else -1
+        if ((ids < lowest) | (ids >= self._vocab_size)).any():
+            there = "no" if self.draft is None else "a"
+            raise DovetailError(
+                f"step {batch.step} has drafts that aren't in the vocabulary of {self._vocab_size} tokens; there is {there} draft model"
+            )
+
     def _change_rows(self, batch: Batch) -> None:
         self.rows.update(batch)
-        self.rows.check(batch)
+        if batch.drafts is None:  # which `update` checks
+            self.rows.check(batch)
+        if self.draft is not None:
+            self.draft.begin(batch)
+            if batch.drafts is not None and are_mixed(batch.drafts):
+                raise DovetailError(f"step {batch.step}: of a row's drafts, some are -1 and others aren't")
         if batch.copies:
             self.pool.copy(batch.copies)
 
@@ -316,55 +374,31 @@ class Runner:
         for row in self._refused.keys() & set(batch.rows.tolist()) if self._refused else ():
             raise DovetailError(f"request {self.rows.request_ids[row]!r} goes on, but not on every rank alike: here {self._refused[row]}")
 
-    def _attention_batch(
-        self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, *, mixed_graph: bool = False
-    ) -> AttentionBatch:
-        """Plan a step for attention; if it is replayed, including its padding."""
-        tables = inputs.tables
-        if tables is None:
-            tables = self.rows.tables[..., : host.max_blocks].index_select(1, inputs.rows)
-        return AttentionBatch(
-            num_rows=len(host.rows),
-            num_tokens=host.num_tokens,
-            query_starts=inputs.query_starts,
-            kv_lens=inputs.kv_lens,
-            block_tables=self.rows.by_group(tables),
-            slots=self.rows.by_group(inputs.slots),
-            host_query_lens=batch.num_tokens,
-            host_kv_lens=host.kv_lens,
-            shared_prefix_blocks=shared_blocks,
-            mixed_graph=mixed_graph,
-        )
-
-    def _sample(self, host_rows: NDArray[np.int64], host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
-        """Sample for the rows that yield a token, `host_rows` [n]. `host_indices` [n]: indices in `hidden` of their last tokens' states."""
-        graphs = self.graphs
-        graph = None if graphs is None else graphs.for_sampling(host_rows, masked=pending.masked is not None)
+    def _sample(self, host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
+        """Sample for the step's lines [n], and extend their rows. `host_indices` [n]: indices in `hidden` of their last tokens' states."""
+        graphs, host_lines = self.graphs, pending.lines
+        graph = None if graphs is None else graphs.for_sampling(host_lines.rows, masked=pending.masked is not None)
         if graphs is not None and graph is not None:
-            graph.inputs.fill(hidden, host_indices, host_rows, pending.masked)
-            replayed = graphs.replay(graph)
-            self.rows.known[host_rows] += 1
-            self._fetch(replayed, host_rows, pending)
+            graph.inputs.fill(hidden, host_indices, host_lines, pending.masked)
+            self._fetch(graphs.replay(graph), pending)
             return
-        rows, indices = all_to_device([host_rows, host_indices], self.device)
-        last = hidden.index_select(0, indices)  # [n, hidden]
-        sampled = self._draw(self.model.logits(last), rows, host_rows, pending.masked)
-        self.rows.append(sampled.token_ids, rows, host_rows)
-        pending.token_ids = HostCopy(sampled.token_ids)
-        pending.broken = HostCopy(last.isnan().any(dim=1))
+        rows, ahead, indices = all_to_device([*host_lines, host_indices], self.device)
+        last, lines = hidden.index_select(0, indices), Lines(rows, ahead)  # [n, hidden]
+        sampled = self._draw(self.model.logits(last), lines, host_lines.rows, pending.masked)
+        self._fetch(Sampled(append(self.rows, lines, last_tokens(self.rows, lines)[1], sampled.token_ids, last)), pending)
         if sampled.logprobs is not None:
             pending.logprobs = LogprobsCopy()
             pending.logprobs.add(sampled.logprobs)
 
-    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64], masked: NDArray[np.int64] | None) -> SampledTokens:
-        """Sample a token for each of `rows` [n] from logits [n, vocab], restricted to the masks at the rows `masked` [n]. Samplers don't know about
+    def _draw(self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64], masked: NDArray[np.int64] | None) -> SampledTokens:
+        """Sample a token for each of `lines` [n] from logits [n, vocab], restricted to the masks at the rows `masked` [n]. Samplers don't know about
         masks: a forbidden token looks like one that the model finds impossible. Log-probabilities are those of the unmasked logits."""
         if masked is None:
-            return self.sampler.sample(logits, rows, host_rows)
+            return self.sampler.sample(logits, lines, host_rows)
         wants_logprobs = bool((self.rows.logprobs[host_rows] >= 0).any())
         raw = logits.clone() if wants_logprobs else logits
         mask_tokens(logits, to_device(masked, self.device), self.masks.words)
-        sampled = self.sampler.sample(logits, rows, host_rows)
+        sampled = self.sampler.sample(logits, lines, host_rows)
         if sampled.logprobs is None:
             return sampled
         return SampledTokens(sampled.token_ids, top_logprobs(raw, sampled.token_ids, sampled.logprobs.token_ids.shape[1] - 1))

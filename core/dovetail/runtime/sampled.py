@@ -1,4 +1,4 @@
-"""Sampled tokens and log-probabilities that a replayed graph leaves on the device, copied to the host together."""
+"""Sampled tokens and log-probabilities that a step leaves on the device, copied to the host together."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dovetail.runtime.transfer import HostCopy
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled tokens of `size` rows. The next replay overwrites the tensors."""
+    """Sampled tokens of `size` lines. The next replay overwrites the tensors."""
 
-    tokens: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
+    tokens: torch.Tensor  # [3, size] int64: see `decode_rows.append`
     packed: torch.Tensor | None = None  # int32: `tokens`, followed by log-probabilities
     columns: int = 0  # of log-probabilities: the sampled token and the most likely
 
@@ -40,20 +40,20 @@ class SampledCopy:
     __slots__ = ("_columns", "_copy", "_order", "_size")
 
     def __init__(self, sampled: Sampled, order: NDArray[np.int64] | None = None, *, with_logprobs: bool = False) -> None:
-        """`order` [n]: indices of the step's rows for the first n rows of `sampled`; None: same order."""
+        """`order` [n]: indices of the step's lines for the first n of `sampled`; None: same order."""
         self._order, self._size = order, sampled.size
         self._columns = sampled.columns if with_logprobs else 0
         self._copy = HostCopy(sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens)
 
     def tokens(self, n: int) -> NDArray[np.int64]:
-        """[2, n]: ids, and whether they are broken."""
-        words = self._copy.value.reshape(-1).view(np.int32)[: 4 * self._size]
-        return self._sorted(words.view(np.int64).reshape(2, -1)[:, :n].T).T
+        """Return [3, n], as `Sampled.tokens`."""
+        words = self._copy.value.reshape(-1).view(np.int32)[: 6 * self._size]
+        return self._sorted(words.view(np.int64).reshape(3, -1)[:, :n].T).T
 
     def logprobs(self, n: int, k: int) -> HostLogprobs:
-        """Return log-probabilities of each row's token and of the k most likely, or as many as there are."""
+        """Return log-probabilities of each line's token and of the k most likely, or as many as there are."""
         words, size, columns = self._copy.value, self._size, self._columns
-        ends = np.cumsum([4 * size, 2 * size, 2 * size * columns]).tolist()
+        ends = np.cumsum([6 * size, 2 * size, 2 * size * columns]).tolist()
         _, ranks, token_ids, values = np.split(words, ends)
         return HostLogprobs(
             self._sorted(token_ids.view(np.int64).reshape(size, columns)[:n, : 1 + k]),
@@ -62,5 +62,5 @@ class SampledCopy:
         )
 
     def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the first n rows, [n, …], in the step's order."""
+        """Return the first n lines, [n, …], in the step's order."""
         return values if self._order is None else values[np.argsort(self._order)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +12,33 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBatch
 from dovetail.api.executor import Batch
+from dovetail.api.sampler import Lines
 from dovetail.api.state import StateBatch
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.transfer import Mirror, all_to_device, upload
+from dovetail.runtime.transfer import Mirror, all_to_device
 
 TABLE_ENTRIES = 4096  # up to this size, a step's block table is sent with its other inputs, which saves a gathering kernel
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+
+
+class HostLines(NamedTuple):
+    """Lines that a step samples, row by row: see `dovetail.api.executor.Batch`."""
+
+    rows: Int64  # [n]
+    ahead: Int32  # [n] drafts of its row before each
+
+    @classmethod
+    def of(cls, batch: Batch) -> HostLines:
+        counts = batch.num_lines
+        rows = batch.rows.astype(np.int64).repeat(counts)
+        if batch.drafts is None:
+            return cls(rows, np.zeros(len(rows), np.int32))
+        return cls(rows, (np.arange(len(rows)) - (counts.cumsum() - counts).repeat(counts)).astype(np.int32))
+
+    def sorted(self, order: Int64) -> HostLines:
+        """Return the lines at the indices `order` [n]."""
+        return HostLines(self.rows[order], self.ahead[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +69,18 @@ class HostInputs:
 
     @classmethod
     def of(cls, batch: Batch, state: RowState) -> HostInputs:
-        rows, counts = batch.rows.astype(np.int64), batch.num_tokens.astype(np.int64)
-        computed, ends = state.computed[rows], counts.cumsum()
+        rows = batch.rows.astype(np.int64)
+        return cls.of_tokens(rows, state.computed[rows], batch.num_tokens.astype(np.int64), state)
+
+    @classmethod
+    def of_tokens(cls, rows: Int64, first: Int64, counts: Int64, state: RowState) -> HostInputs:
+        """Return the inputs of `counts` tokens of each of `rows` [b], from positions `first` on."""
+        ends = counts.cumsum()
         row_of = rows.repeat(counts)
-        positions = np.arange(len(row_of)) + (computed - ends + counts).repeat(counts)
+        positions = np.arange(len(row_of)) + (first - ends + counts).repeat(counts)
         starts = np.zeros(len(rows) + 1, np.int32)
         starts[1:] = ends
-        kv_lens = (computed + counts).astype(np.int32)
+        kv_lens = (first + counts).astype(np.int32)
         max_blocks = -(-int(kv_lens.max()) // state.block_size)
         tables = state.host_tables[:, rows, :max_blocks] if state.num_tables * len(rows) * max_blocks <= TABLE_ENTRIES else None
         slots = np.empty((0, len(row_of)), np.int64) if state.slots_on_device else state.slots(row_of, positions)
@@ -69,6 +94,29 @@ class HostInputs:
     def ends(self) -> Int32:
         """[b] exclusive ends of the rows' tokens."""
         return self.query_starts[1:]
+
+    def line_ends(self, num_lines: Int32) -> Int64:
+        """Return where the last token of each line is among the step's tokens, [n]. `num_lines` [b]: of each row."""
+        after: Int64 = (self.ends - num_lines.cumsum()).astype(np.int64).repeat(num_lines)
+        return after + np.arange(len(after))
+
+    def attention_batch(self, state: RowState, inputs: DeviceInputs, shared_blocks: int = 0, *, mixed_graph: bool = False) -> AttentionBatch:
+        """Return the step for attention; if it is replayed, including its padding. `inputs`: these on the device."""
+        tables = inputs.tables
+        if tables is None:
+            tables = state.tables[..., : self.max_blocks].index_select(1, inputs.rows)
+        return AttentionBatch(
+            num_rows=len(self.rows),
+            num_tokens=self.num_tokens,
+            query_starts=inputs.query_starts,
+            kv_lens=inputs.kv_lens,
+            block_tables=state.by_group(tables),
+            slots=state.by_group(inputs.slots),
+            host_query_lens=np.diff(self.query_starts),
+            host_kv_lens=self.kv_lens,
+            shared_prefix_blocks=shared_blocks,
+            mixed_graph=mixed_graph,
+        )
 
     def to_device(self, state: RowState) -> DeviceInputs:
         tables = [] if self.tables is None else [self.tables]
@@ -158,25 +206,30 @@ class MixedInputs:
 
 
 class DecodeInputs:
-    """Inputs of a recorded decode step of up to `size` rows of `state`, at fixed addresses. Padding uses row `max_rows`, whose token goes to
-    the waste page."""
+    """Inputs of a recorded decode step of up to `size` lines of rows of `state`, at fixed addresses. To attention each line is a row with one query:
+    K and V of all are written before any attends. Padding uses row `max_rows`, whose token goes to the waste page."""
 
     def __init__(self, size: int, state: RowState) -> None:
         self.size, self._state = size, state
-        numbers, kv_lens, table = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(TABLE_ENTRIES, np.int32)
+        numbers, small, table = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(TABLE_ENTRIES, np.int32)
         self._waste = state.waste_slots[:, None]
-        self._mirror = Mirror([numbers, self._waste.repeat(size, 1), kv_lens, table], state.device)
-        self.rows, self._slots, self._kv_lens, self._table = self._mirror.tensors
+        self._mirror = Mirror([numbers, small, self._waste.repeat(size, 1), small, table], state.device)
+        rows, ahead, self._slots, self._kv_lens, self._table = self._mirror.tensors
+        self.lines = Lines(rows, ahead)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
 
-    def fill(self, host_rows: Int64, shared_prefix_blocks: int) -> AttentionBatch:
-        """Enqueue the copy of a step in which each of `host_rows` [n], n <= size, computes its last known token. Returns the step for attention.
-        Block tables are copied with the other inputs if they fit, otherwise gathered on the device."""
-        state, count = self._state, len(host_rows)
-        kv_lens = state.known[host_rows]
-        all_rows, all_slots, all_lens, blocks = self._mirror.arrays
-        padded = (all_rows, host_rows, state.max_rows), (all_slots, state.slots(host_rows, kv_lens - 1), self._waste), (all_lens, kv_lens, 0)
-        for array, own, padding in padded:
+    def fill(self, lines: HostLines, shared_prefix_blocks: int) -> AttentionBatch:
+        """Enqueue the copy of a step in which each of `lines` [n], n <= size, computes its last token. Returns the step for attention. Block tables
+        are copied with the other inputs if they fit, otherwise gathered on the device."""
+        state, count, host_rows = self._state, len(lines.rows), lines.rows
+        kv_lens = state.known[host_rows] + lines.ahead
+        all_rows, all_ahead, all_slots, all_lens, blocks = self._mirror.arrays
+        for array, own, padding in (
+            (all_rows, host_rows, state.max_rows),
+            (all_ahead, lines.ahead, 0),
+            (all_slots, state.slots(host_rows, kv_lens - 1), self._waste),
+            (all_lens, kv_lens, 0),
+        ):
             array[..., :count], array[..., count:] = own, padding
         width = -(-int(kv_lens.max(initial=1)) // state.block_size)
         shape = state.num_tables, self.size, width
@@ -187,7 +240,7 @@ class DecodeInputs:
             tables = self._table[:used].view(shape)
         else:
             self._mirror.send(numbers=0)
-            tables = state.tables[..., :width].index_select(1, self.rows)
+            tables = state.tables[..., :width].index_select(1, self.lines.rows)
         return AttentionBatch(
             num_rows=count,
             num_tokens=count,
@@ -204,30 +257,31 @@ class DecodeInputs:
     def states(self) -> StateBatch:
         """The step for recurrent layers, including its padding."""
         lens = np.ones(self.size, np.int32)
-        return StateBatch(self.size, self.size, self.rows, self._query_starts, self._kv_lens, lens, decodes=True)
+        return StateBatch(self.size, self.size, self.lines.rows, self._query_starts, self._kv_lens, lens, decodes=True)
 
 
 class SamplingInputs:
-    """Inputs of the recorded sampling of up to `size` rows, at fixed addresses. `nobody` is the index of padding rows."""
+    """Inputs of the recorded sampling of up to `size` lines, at fixed addresses. `nobody` is the index of padding rows."""
 
     def __init__(self, size: int, nobody: int, states: torch.Tensor) -> None:
         """`states` [any, hidden] are hidden states of the model, for their width and dtype."""
+        rows, nothing, none = np.full(size, nobody), np.zeros(size, np.int64), np.full(size, -1)
         self._nobody = nobody
-        self._numbers = torch.zeros((3, size), dtype=torch.int64, device=states.device)
+        self._mirror = Mirror([rows, nothing.astype(np.int32), nothing, none], states.device)
+        self._mirror.send()
         self.hidden = states.new_zeros(size, states.shape[1])
-        self.rows, self._indices, self.masked = self._numbers
-        self.rows.fill_(nobody)
-        self.masked.fill_(-1)
+        rows_of, ahead, self._indices, self.masked = self._mirror.tensors
+        self.lines = Lines(rows_of, ahead)
 
-    def fill(self, hidden: torch.Tensor, host_indices: Int64, host_rows: Int64, masked: Int64 | None) -> None:
-        """Enqueue the copy: each of `host_rows` [n], n <= size, samples the token after its last known one, with hidden state hidden[host_indices].
-        `masked` [n] are indices of the rows' masks, or -1; None: no row is masked."""
-        count = len(host_rows)
-        host = np.zeros(self._numbers.shape, np.int64)
-        host[0, :count], host[0, count:] = host_rows, self._nobody
-        host[1, :count] = host_indices
-        host[2] = -1
+    def fill(self, hidden: torch.Tensor, host_indices: Int64, lines: HostLines, masked: Int64 | None) -> None:
+        """Enqueue the copy: each of `lines` [n], n <= size, is sampled from the hidden state hidden[host_indices]. `masked` [n] are indices of the
+        lines' masks, or -1; None: no line is masked."""
+        count = len(lines.rows)
+        rows, ahead, indices, all_masked = self._mirror.arrays
+        for array, own, padding in ((rows, lines.rows, self._nobody), (ahead, lines.ahead, 0), (indices, host_indices, 0)):
+            array[:count], array[count:] = own, padding
+        all_masked[:] = -1
         if masked is not None:
-            host[2, :count] = masked
-        upload(host, self._numbers)
+            all_masked[:count] = masked
+        self._mirror.send()
         torch.index_select(hidden, 0, self._indices, out=self.hidden)

@@ -1,4 +1,4 @@
-"""Sizes for which steps are recorded as CUDA graphs (`graphs`): numbers of tokens for steps with prefills, of rows for decode-only steps. Needs no
+"""Sizes for which steps are recorded as CUDA graphs (`graphs`): numbers of tokens for steps with prefills, of lines for decode-only steps. Needs no
 torch, since simulations use it, too."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 ALWAYS_TOKENS = 2048  # always recorded, for any model
 RECORDED_WORK = 5e12  # tokens times parameters: above, a step takes an H200 15 ms, longer than an idle host needs to launch it
+MOST_LINES = 512  # with drafts: more take longer to compute than weights to read, so that drafts don't pay
 
 
 def most_recorded(max_tokens: int, parameters: int) -> int:
@@ -39,9 +40,14 @@ def half_of(sizes: Sequence[int]) -> tuple[int, ...]:
     return (*few, *reversed(many[::-2]))
 
 
-def row_sizes(most: int) -> tuple[int, ...]:
-    """Return ascending numbers of rows of decode-only steps up to `most`: dense where padding would cost most."""
-    sizes = {1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, most, 64)}
+def most_lines(max_rows: int, max_drafts: int, max_tokens: int) -> int:
+    """Return how many lines a step may sample that has at most `max_drafts` drafts a row: see `dovetail.api.executor.Batch`."""
+    return max(max_rows, min(max_rows * (1 + max_drafts), max_tokens, MOST_LINES))
+
+
+def row_sizes(most: int, *, with_drafts: bool = False) -> tuple[int, ...]:
+    """Return ascending numbers of rows, or lines, of decode-only steps up to `most`: dense where padding would cost most."""
+    sizes = {1, 2, 4, *((3, 5, 6, 12) if with_drafts else ()), *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, most, 64)}
     return (*sorted(size for size in sizes if size < most), most)
 
 

@@ -16,13 +16,15 @@ from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Resul
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
 from dovetail.api.sampler import SamplerContext
-from dovetail.errors import ConfigError, DovetailError
+from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.moe import Experts
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
+from dovetail.runtime.draft_model import DraftModel, DraftPlan
 from dovetail.runtime.graphs import Graphs
 from dovetail.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail.runtime.kv_scales import CacheScales
+from dovetail.runtime.line_costs import draft_costs, line_costs
 from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.memory import readable_bytes
 from dovetail.runtime.profiling import peak_bytes
@@ -30,6 +32,7 @@ from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
 from dovetail.runtime.states import States, cached_state
+from dovetail.runtime.token_sizes import most_lines
 from dovetail.runtime.trial import TrialRun
 
 
@@ -48,6 +51,8 @@ class Worker:
         self._graphs: Graphs | None = None  # the runner's, once captured
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
+        self.line_costs: tuple[tuple[int, float], ...] = ()  # see `Capacity`; measured by `allocate`
+        self.draft_costs: tuple[tuple[int, float], ...] = ()
 
     def load(self, device: torch.device, num_pages: int | None = None) -> Capacity:
         """Choose dtype and attention, load the model, compile its kernels, and return what fits on `device` (see `choose_device`): `num_pages` as
@@ -58,9 +63,13 @@ class Worker:
         """
         config = self.context.config
         plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
-        chosen = choose_attention(self.context.attention, plan.specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
+        if config.max_drafts and plan.states:
+            raise UnsupportedError("speculation: this model has recurrent layers, whose states can't take back a rejected draft")
+        drafting = DraftPlan.of(config, plan, self.context.models, self.group, device, self.context.quantizations)
+        specs = plan.specs if drafting is None else [*plan.specs, *drafting.specs]
+        chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
-        planned = kv_layout(chosen.backend, plan.specs, plan.cache_dtype or plan.dtype_name, sizes)
+        planned = kv_layout(chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes)
         states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device) if sizes else None
         pool = KVPool(planned, device, states)
         layout = planned.layout
@@ -78,7 +87,10 @@ class Worker:
         model = load_model(plan, config, make_layer, self.group, device, told, environment, make_state)
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
-        self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
+        runner = self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
+        if drafting is not None:
+            draft = drafting.load(splitter, bound, self.group, device, told, environment)
+            runner.draft = DraftModel(draft, drafting.specs, chosen.backend, runner.sampler, runner.rows, config.max_num_batched_tokens)
         if device.type == "cuda":
             gc.collect()
             gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
@@ -91,6 +103,7 @@ class Worker:
             vocab_size=plan.vocab_size,
             max_model_len=plan.max_model_len,
             shared_prefix=chosen.backend.capabilities.shared_prefix,
+            max_lines=runner.rows.max_lines if config.max_drafts else 0,
             details={
                 "device": describe_device(device),
                 "dtype": plan.dtype_name,
@@ -98,6 +111,7 @@ class Worker:
                 "attention": chosen.name,
                 **({} if self._scales is None else {"kv_cache": f"{layout.dtype}, scales {self._scales.source}"}),
                 "model": str(plan.config.architectures[0]),
+                **({} if runner.draft is None else {"draft_model": f"{config.draft_model}, {_num_parameters(runner.draft.model) / 1e6:.1f}M"}),
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
                 "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
                 "kv_pool": readable_bytes(pages * layout.page_bytes),
@@ -107,13 +121,17 @@ class Worker:
         )
 
     def allocate(self, num_pages: int) -> None:
-        """Allocate the KV pool with `num_pages` pages, record the CUDA graphs, and let a model with a self-check run it. Raises `DovetailError` if
-        `load` hasn't been called, and `UnsupportedError` if such a model computes wrong numbers."""
+        """Allocate the KV pool with `num_pages` pages, record the CUDA graphs, measure `line_costs` for speculation, and let a model with a
+        self-check run it. Raises `DovetailError` if `load` hasn't been called, and `UnsupportedError` if such a model computes wrong numbers."""
         runner = self._running()
         self._make_pool(num_pages)
         if self._graphs is not None:
             self._graphs.capture(self.context.progress)
             runner.graphs = self._graphs
+            if self.context.config.max_drafts:
+                self.line_costs = line_costs(runner, self._graphs)
+        if runner.draft is not None:
+            self.draft_costs = draft_costs(runner, runner.draft, self.context.config.max_drafts)
         if isinstance(runner.model, VerifiesItself):
             runner.model.verify(TrialRun(runner, num_pages, self.context.config.max_num_batched_tokens, rounds_kv=self._scales is not None))
         if runner.device.type == "cuda":
@@ -183,8 +201,12 @@ class Worker:
     def _make_runner(self, plan: ModelPlan, model: torch.nn.Module, backend: AttentionBackend, pool: KVPool, device: torch.device) -> Runner:
         if self.context.sampler is None:
             raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
-        rows = RowState(self.context.config.max_num_seqs, plan.max_model_len, pool.planned.layout, device, pool.states)
-        sampler = self.context.sampler.make(SamplerContext(str(device), plan.vocab_size, rows.history))
+        config = self.context.config
+        max_lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
+        rows = RowState(config.max_num_seqs, plan.max_model_len, pool.planned.layout, device, pool.states, max_lines)
+        sampler = self.context.sampler.make(SamplerContext(str(device), plan.vocab_size, rows.history, config.max_drafts))
+        if config.max_drafts and not sampler.capabilities.drafts:
+            raise UnsupportedError(f"speculation: sampler {self.context.sampler.name} can't check drafts (SamplerCapabilities.drafts)")
         sampler.prepare(rows.max_rows)
         return Runner(model, backend, pool, sampler, rows, self.context.clock, plan.vocab_size)
 
@@ -192,7 +214,7 @@ class Worker:
         config, runner = self.context.config, self._running()
         runner.pool.allocate(num_pages)
         runner.rows.pool_allocated(num_pages)
-        runner.backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, runner.rows.max_len)
+        runner.backend.prepare(runner.rows.max_lines, config.max_num_batched_tokens, runner.rows.max_len)
 
     def _make_graphs(self, model: torch.nn.Module, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> Graphs | None:
         """Return the graphs to record, with compiled kernels; None if unsupported or disabled."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dovetail.testing.planning import Plan, make_request, plan
     from dovetail.testing.runner import run
     from dovetail.testing.suites.attention import AttentionSuite
+    from dovetail.testing.suites.drafter import DrafterSuite
     from dovetail.testing.suites.executor import ExecutorSuite
     from dovetail.testing.suites.grammar import GrammarSuite
     from dovetail.testing.suites.kv_cache import KVCacheSuite
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AttentionSuite": "suites.attention",
+    "DrafterSuite": "suites.drafter",
     "ExecutorSuite": "suites.executor",
     "FakeExecutor": "fake_executor",
     "FakeExecutorOptions": "fake_executor",
@@ -46,6 +48,7 @@ _HOMES = {
 
 __all__ = [
     "AttentionSuite",
+    "DrafterSuite",
     "ExecutorSuite",
     "FakeExecutor",
     "FakeExecutorOptions",

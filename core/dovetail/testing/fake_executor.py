@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ class FakeExecutorOptions(BaseModel):
     max_model_len: int = Field(128, ge=2)
     seconds_per_step: float = Field(0.01, gt=0)
     seconds_per_token: float = Field(0.001, ge=0)
+    max_lines: int = Field(default=0, ge=0, description="Lines of a step with drafts; 0: it can't check drafts.")
 
 
 def prefix_ids(tokens: tuple[int, ...] | list[int]) -> list[int]:
@@ -68,12 +69,21 @@ def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
 
 
+def guessed_tokens(tokens: list[int], count: int, seed: int, vocab_size: int) -> list[int]:
+    """Return what the fake's draft model proposes to follow `tokens`: the tokens that it generates, but for every fifth position."""
+    known = list(tokens)
+    for _ in range(count):
+        known.append((next_token(known, seed, vocab_size) + (len(known) % 5 == 0)) % vocab_size)
+    return known[len(tokens) :]
+
+
 @dataclass
 class _Row:
     tokens: list[int]
     computed: int
     tables: list[list[int]]  # pages, by group
     seed: int
+    drafts: list[int] = field(default_factory=list)  # of a step that isn't sampled yet
 
 
 class FakeExecutor(Executor):
@@ -96,6 +106,7 @@ class FakeExecutor(Executor):
         self._layout = KVLayout(layout, 1, "none")
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
+        self._counts: dict[int, list[int]] = {}  # of each pending step with drafts: tokens that each row yielded
         self._broken: str | None = None  # the violated rule: its state may be inconsistent
         self._last_step = -1
         self._last_ended = 0.0
@@ -103,7 +114,10 @@ class FakeExecutor(Executor):
 
     def start(self) -> Capacity:
         options = self.options
-        return Capacity(options.num_blocks, options.max_in_flight, self._layout, options.vocab_size, options.max_model_len, shared_prefix=True)
+        limits = options.num_blocks, options.max_in_flight, self._layout, options.vocab_size, options.max_model_len
+        sizes = sorted({1, options.max_lines}) if options.max_lines else ()
+        costs = tuple((lines, options.seconds_per_step + options.seconds_per_token * lines) for lines in sizes)
+        return Capacity(*limits, shared_prefix=True, max_lines=options.max_lines, line_costs=costs)
 
     def submit(self, batch: Batch) -> int:
         self.check()
@@ -122,6 +136,7 @@ class FakeExecutor(Executor):
         shared = {tuple(row.tables[0][:prefix]) for row in rows}
         self._require(len(shared) == 1 and len(shared.pop()) == prefix, "shared_prefix_blocks aren't shared by all rows")
         self._require(not prefix or self._layout.groups[0].window is None, "a prefix is shared only in a group without a window")
+        self._take_drafts(batch, rows)
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
         self._replace_states(batch)
@@ -132,7 +147,7 @@ class FakeExecutor(Executor):
         if batch.late:
             self._unsampled = batch.step, rows, yields_token
         else:
-            tokens += [self._sample(row) if yields else -1 for row, yields in zip(rows, yields_token, strict=True)]
+            self._sample_all(batch.step, rows, yields_token, {}, tokens)
         seconds = self.options.seconds_per_step + self.options.seconds_per_token * int(batch.num_tokens.sum())
         self._pending.append((batch.step, tokens, seconds, self.context.clock.now()))
         self.batches += 1
@@ -145,10 +160,7 @@ class FakeExecutor(Executor):
             return
         _, rows, yields_token = self._unsampled
         self._unsampled = None
-        words = dict(zip(masks.indices.tolist(), masks.words, strict=True))
-        self._require(all(yields_token[index] for index in words), "a mask is for a row that yields a token")
-        tokens = self._pending[0][1]
-        tokens += [self._sample(row, words.get(index)) if yields_token[index] else -1 for index, row in enumerate(rows)]
+        self._sample_all(handle, rows, yields_token, dict(zip(masks.lines.tolist(), masks.words, strict=True)), self._pending[0][1])
 
     def collect(self, handle: int) -> Result:
         self._require(self._unsampled is None or self._unsampled[0] != handle, "a late step must be sampled before it is collected")
@@ -158,7 +170,8 @@ class FakeExecutor(Executor):
         self._last_ended = started + seconds
         if isinstance(self.context.clock, VirtualClock):
             self.context.clock.wait_until(self._last_ended)
-        return Result(step, np.array(tokens, np.int64), started, self._last_ended)
+        counts = np.array(self._counts.pop(step), np.int32) if step in self._counts else None
+        return Result(step, np.array(tokens, np.int64), started, self._last_ended, counts=counts)
 
     def check(self) -> None:
         if self._broken is not None:
@@ -181,20 +194,44 @@ class FakeExecutor(Executor):
         for group, row, page in batch.new_pages.tolist():
             self._rows[row].tables[group].append(page)
 
+    def _take_drafts(self, batch: Batch, rows: list[_Row]) -> None:
+        """Note the drafts of each row; those left to the executor are proposed here."""
+        self._require(not self._counts, "nothing is submitted while drafts are in flight")
+        if batch.drafts is None:
+            return
+        self._require(not self._pending, "drafts are submitted while nothing is in flight")
+        self._require(not self._layout.recurrent, "a state can't take back a draft")
+        counts, token_ids = batch.drafts.counts.tolist(), batch.drafts.token_ids.tolist()
+        self._require(len(counts) == len(rows) and sum(counts) == len(token_ids) > 0, "each row has a number of drafts, and as many ids")
+        self._require(int(batch.num_lines.sum()) <= self.options.max_lines, "more lines than max_lines")
+        for row, yields, tokens, count in zip(rows, batch.yields_token.tolist(), batch.num_tokens.tolist(), counts, strict=True):
+            ids, token_ids = token_ids[:count], token_ids[count:]
+            if count:
+                self._require(yields and tokens == 1 + count, "a row with drafts yields a token, and computes its last known one and the drafts")
+                self._require(row.computed + 1 == len(row.tokens), "a row with drafts has computed all tokens but the last")
+                self._require(len(row.tokens) + count < self.options.max_model_len, "the tokens of a row fit the model's length")
+            if -1 in ids:
+                self._require(set(ids) == {-1}, "the draft model proposes all drafts of a row, or none")
+                ids = guessed_tokens(row.tokens, count, row.seed, self.options.vocab_size)
+            self._require(all(0 <= token < self.options.vocab_size for token in ids), "drafts are ids of the vocabulary")
+            row.drafts = ids
+        self._counts[batch.step] = []
+
     def _write(self, row: _Row, count: int) -> None:
-        self._require(count >= 1 and row.computed + count <= len(row.tokens), "more tokens to compute than are known")
-        values = prefix_ids(row.tokens)
+        tokens = row.tokens + row.drafts
+        self._require(count >= 1 and row.computed + count <= len(tokens), "more tokens to compute than are known")
+        values = prefix_ids(tokens)
         for position in range(row.computed, row.computed + count):
             for index, group in self._paged():
                 pages, offset = self._block(row, index, position)
-                self._require(len(pages) == group.pages_per_block, f"token {position} of {len(row.tokens)} has no block in group {index}")
+                self._require(len(pages) == group.pages_per_block, f"token {position} of {len(tokens)} has no block in group {index}")
                 for place, page in enumerate(pages):
                     self._require(0 <= page < self.options.num_blocks, f"token {position} is written to page {page}, which isn't in the pool")
                     self._memory[page, offset] = index, place, values[position]
         row.computed += count
 
     def _read(self, row: _Row, count: int) -> None:
-        values = prefix_ids(row.tokens)
+        values = prefix_ids(row.tokens + row.drafts)
         for index, group in self._paged():
             first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)  # seen by the first of its tokens
             for position in range(first, row.computed):
@@ -238,6 +275,30 @@ class FakeExecutor(Executor):
         group = self._layout.groups[index]
         block, offset = divmod(position, group.block_tokens)
         return row.tables[index][block * group.pages_per_block : (block + 1) * group.pages_per_block], offset
+
+    def _sample_all(self, step: int, rows: list[_Row], yields_token: list[bool], words: dict[int, NDArray[np.uint32]], tokens: list[int]) -> None:
+        """Sample the lines of all rows, add the tokens that they yield to `tokens`, and count them if the step has drafts."""
+        line, counts = 0, self._counts.get(step)
+        for row, yields in zip(rows, yields_token, strict=True):
+            masks = [words.pop(line + index, None) for index in range(1 + len(row.drafts))] if yields else []
+            line += len(masks)
+            found = self._check(row, masks)
+            if counts is not None:
+                counts.append(len(found))
+            tokens += found if found or counts is not None else [-1]
+        self._require(not words, "a mask is for a line of a row that yields a token")
+
+    def _check(self, row: _Row, masks: list[NDArray[np.uint32] | None]) -> list[int]:
+        """Sample the lines of a row, each with its mask, up to the first that differs from its draft."""
+        drafts, row.drafts = row.drafts, []
+        row.computed -= len(drafts)
+        found: list[int] = []
+        for words, draft in zip(masks, [*drafts, -1], strict=False):
+            found.append(self._sample(row, words))
+            if found[-1] != draft:
+                break
+            row.computed += 1
+        return found
 
     def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:
         self._require(row.computed == len(row.tokens), "a row samples before its last token is computed")

@@ -60,6 +60,8 @@ class Hygiene(Binding):
         of the dataclass in `dovetail.api` for its kind."""
         base = getattr(api, BASE_CLASSES[self.kind])
         name = "claims" if self.kind == "scheduler" else "capabilities"
+        if not hasattr(base, name):
+            return  # a drafter has none
         wanted = type(getattr(base, name))
         value = getattr(self.component_class, name, None)
         require(isinstance(value, wanted), f"{self.component_class.__name__}.{name} is {value!r}, expected {wanted.__name__}(…)")

@@ -22,7 +22,7 @@ from dovetail_executors.options import LocalOptions
 class LocalExecutor(Executor):
     """One device. A failed step ends it: the device's state is undefined then."""
 
-    capabilities = ExecutorCapabilities(masks=True)
+    capabilities = ExecutorCapabilities(masks=True, draft_model=True)
     options: LocalOptions
 
     def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
@@ -35,7 +35,12 @@ class LocalExecutor(Executor):
             torch.set_num_threads(options.threads)
         capacity = self.worker.load(choose_device(options.device, "executor.device"), options.num_blocks)
         self.worker.allocate(capacity.num_pages)
-        return replace(capacity, max_in_flight=options.max_in_flight or capacity.max_in_flight)
+        return replace(
+            capacity,
+            max_in_flight=options.max_in_flight or capacity.max_in_flight,
+            line_costs=self.worker.line_costs,
+            draft_costs=self.worker.draft_costs,
+        )
 
     def submit(self, batch: Batch) -> PendingStep:
         return self.worker.submit(batch)

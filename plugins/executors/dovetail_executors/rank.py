@@ -15,6 +15,7 @@ import torch
 from dovetail.api.executor import Capacity, ExecutorContext
 from dovetail.runtime.groups import LOOPBACK, TorchGroup
 from dovetail.runtime.model_files import find_architecture, resolve_dtype
+from dovetail.runtime.token_sizes import most_lines
 from dovetail.runtime.worker import Worker
 
 log = logging.getLogger("dovetail")
@@ -100,9 +101,10 @@ class Rank:
         return True
 
     def _reserve(self) -> None:
-        """Allocate the ranks' shared memory, for the hidden states of the largest step and the logits of all rows."""
+        """Allocate the ranks' shared memory, for the hidden states of the largest step and the logits of all lines."""
         config = self._context.config
         _, hf_config = find_architecture(config.model, self._context.models)
         dtype = resolve_dtype(config.dtype, hf_config, self.device)
-        logits = config.max_num_seqs * -(-int(hf_config.vocab_size) // self._settings.size)
+        lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
+        logits = lines * -(-int(hf_config.vocab_size) // self._settings.size)
         self.group.reserve(config.max_num_batched_tokens * int(hf_config.hidden_size), logits, dtype)

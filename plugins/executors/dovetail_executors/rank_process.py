@@ -129,11 +129,14 @@ def _run(rank: Rank, job: RankJob, control: Connection[Any, Any], orders: Simple
     most = job.max_in_flight or capacity.max_in_flight
     while True:
         kind, words = reader.next()
-        kept = most - 1 if kind is Kind.STEP else 1  # the engine has collected all others before it sent this
+        batch = from_words(words) if kind is Kind.STEP else None
+        kept = most - 1 if batch is not None else 1  # the engine has collected all others before it sent this
+        if batch is not None and (batch.drafts is not None or (in_flight and in_flight[-1].batch.drafts is not None)):
+            kept = 0  # only then the lengths of all rows are known
         while len(in_flight) > kept:
             rank.worker.collect(in_flight.popleft())
-        if kind is Kind.STEP:
-            in_flight.append(rank.worker.submit(from_words(words)))
+        if batch is not None:
+            in_flight.append(rank.worker.submit(batch))
         else:
             rank.worker.sample(in_flight[-1], masks_from_words(words))
         reader.done()

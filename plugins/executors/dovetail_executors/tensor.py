@@ -55,7 +55,7 @@ DRAIN_S = 2.0  # that steps in flight get to finish when the executor is stopped
 class TensorExecutor(Executor):
     """Several ranks. If one dies, fails or takes too long, all are ended, and every call raises `DovetailError` naming it."""
 
-    capabilities = ExecutorCapabilities(masks=True)
+    capabilities = ExecutorCapabilities(masks=True, draft_model=True)
     options: TensorOptions
 
     def __init__(self, options: TensorOptions, context: ExecutorContext) -> None:
@@ -184,7 +184,8 @@ class TensorExecutor(Executor):
         if rank.device.type == "cuda" and rank.group.shares is None and self.options.all_reduce == "auto":
             details["all_reduce"] += f" (no symmetric memory: {rank.group.why_not_symmetric})"
         in_flight = self.options.max_in_flight or own.max_in_flight
-        return replace(own, num_pages=num_pages, max_in_flight=in_flight, details=details)
+        lines, drafts = rank.worker.line_costs, rank.worker.draft_costs
+        return replace(own, num_pages=num_pages, max_in_flight=in_flight, details=details, line_costs=lines, draft_costs=drafts)
 
     def _store(self) -> tuple[int, str]:
         """Create the file of torch's store, by which the ranks find each other, and return its descriptor and path.

@@ -47,7 +47,7 @@ def dovetail_components() -> list[ComponentSpec]:
 
 @hookimpl
 def dovetail_models() -> list[BundledModel]:
-    return [BundledModel("demo", "dovetail_models", "demo")]
+    return [BundledModel("demo", "dovetail_models", "demo"), BundledModel("demo-draft", "dovetail_models", "demo-draft")]
 
 
 @hookimpl

@@ -37,6 +37,8 @@ class Tally:
     decode_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    draft_rows: int = 0
+    accepted_drafts: int = 0
 
     def add(self, step: StepFinished) -> None:
         if self.began is None:
@@ -46,6 +48,8 @@ class Tally:
         self.prefill_tokens += step.prefill_tokens
         self.decode_tokens += step.decode_tokens
         self.cached_tokens += step.cached_tokens
+        self.draft_rows += step.draft_rows
+        self.accepted_drafts += sum(step.accepted_drafts)
 
     def per_second(self, tokens: int) -> float:
         return tokens / (self.ended - self.began) if self.began is not None and self.ended > self.began else 0.0
@@ -55,6 +59,11 @@ class Tally:
         """Share of prompt tokens found in the prefix cache."""
         needed = self.cached_tokens + self.prefill_tokens
         return self.cached_tokens / needed if needed else 0.0
+
+    @property
+    def drafts(self) -> str:
+        """Mean number of tokens that rows with drafts yielded, as a part of a line; empty if there were none."""
+        return f", acceptance length {1 + self.accepted_drafts / self.draft_rows:.2f}" if self.draft_rows else ""
 
 
 class LogObserver(Observer):
@@ -103,13 +112,14 @@ class LogObserver(Observer):
             self._write(self._last_step)
         total = self._total
         logger.info(
-            "stopped%s: %d steps, %d prefill and %d decode tokens, prefix hits %.0f%%, %d preemptions",
+            "stopped%s: %d steps, %d prefill and %d decode tokens, prefix hits %.0f%%, %d preemptions%s",
             f" by {type(event.error).__name__}: {event.error}" if event.error else "",
             total.steps,
             total.prefill_tokens,
             total.decode_tokens,
             100 * total.hit_share,
             total.preemptions,
+            total.drafts,
         )
 
     def _write(self, step: StepFinished) -> None:
@@ -119,11 +129,12 @@ class LogObserver(Observer):
         by_group = zip(self._groups, blocks.held_by_group, strict=False) if len(self._groups) > 1 else ()
         groups = ", ".join(f"{name} {share * held:.1f}%" for name, held in by_group)
         logger.info(
-            "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s | KV %.1f%% used%s, prefix hits %.0f%% | %d preemptions",
+            "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s%s | KV %.1f%% used%s, prefix hits %.0f%% | %d preemptions",
             step.running,
             step.waiting,
             recent.per_second(recent.prefill_tokens),
             recent.per_second(recent.decode_tokens),
+            recent.drafts,
             share * blocks.held,
             f" ({groups})" if groups else "",
             100 * recent.hit_share,

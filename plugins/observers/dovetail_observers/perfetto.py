@@ -230,6 +230,8 @@ class PerfettoObserver(Observer):
             "preempted": event.preempted,
             "core_us": round(1e6 * event.core_s),
         }
+        if event.draft_rows:
+            args |= {"draft_rows": event.draft_rows, "draft_tokens": event.draft_tokens, "accepted_drafts": sum(event.accepted_drafts)}
         name, blocks = "+".join(kinds) or "nothing", event.blocks
         by_group = dict(zip(self._groups, blocks.held_by_group, strict=False)) if len(self._groups) > 1 else {}
         return [

@@ -100,6 +100,10 @@ class Figures:
         self._recomputed = counter("dovetail_recomputed_tokens", "Tokens recomputed after preemptions").labels(model_name)
         self._core = counter("dovetail_core_seconds", "Seconds of work in the core: planning, batches, results").labels(model_name)
         self._device = counter("dovetail_device_seconds", "Seconds from the start of a step on the device to its results").labels(model_name)
+        self._draft_rows = counter("vllm:spec_decode_num_drafts", "Rows of steps that checked drafts").labels(model_name)
+        self._draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Drafts checked").labels(model_name)
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafts accepted").labels(model_name)
+        self._accepted_at = counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position", "position")
         self._first = histogram("vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token", FIRST_TOKEN_S)
         self._per_token = histogram("vllm:request_time_per_output_token_seconds", "A request's mean seconds from one token to the next", TOKEN_S)
         self._latency = histogram("vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its end", REQUEST_S)
@@ -131,6 +135,12 @@ class Figures:
         self._steps.observe(event.prefill_tokens + event.decode_tokens)
         self._core.inc(event.core_s)
         self._device.inc(event.ended - event.started)
+        if event.draft_rows:
+            self._draft_rows.inc(event.draft_rows)
+            self._draft_tokens.inc(event.draft_tokens)
+            self._accepted.inc(sum(event.accepted_drafts))
+            for position in range(max(event.accepted_drafts, default=0)):
+                self._accepted_at.labels(self._model, str(position)).inc(sum(count > position for count in event.accepted_drafts))
 
     def finished(self, event: RequestFinished) -> None:
         request = event.request

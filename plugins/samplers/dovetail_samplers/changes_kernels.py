@@ -3,8 +3,8 @@
 """Rules and penalties on a GPU: logits are copied to float32 memory, and those with rules, or of tokens in the history, are changed there.
 
 Two kernels. `_widen` copies, tile by tile. `_change` takes a row a program, and looks at single logits alone: those of its rules, and of the tokens
-that it has seen. There is no state but the history. A token that was seen several times must be changed once, by how often it was generated, so
-tokens are counted in the very places of their logits:
+that it has seen. A row's lines take turns, since they share its scratch memory. There is no state but the history. A token that was seen several
+times must be changed once, by how often it was generated, so tokens are counted in the very places of their logits:
 
     every seen token     swaps its logit for MARK: the first one gets the logit, keeps it, and will change it
     every generated one  adds 1
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import Lines, RowHistory
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail_samplers import rules
@@ -70,10 +70,11 @@ def _change(
     logits,
     changed,
     rows,
+    ahead,  # [n] int32
     ints,  # the records of all rows, three views of the same bytes
     floats,
     longs,
-    token_ids,  # [max_rows, width] int32
+    token_ids,  # [max_rows + 1, width] int32
     num_tokens,
     prompt_lens,
     kept,  # like token_ids: the logits kept by tokens
@@ -89,23 +90,30 @@ def _change(
 ):
     let_next_begin(PDL)
     wait(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    place, n = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     row = tl.load(rows + place)
-    if row >= max_rows:
+    others = tl.load(rows + place - 1, mask=place > 0, other=-1) == row  # another program takes all lines of the row
+    if (row >= max_rows) | others:
         return
-    logits, changed = logits + place * stride, changed + place * vocab
-    seen, known, prompt_len = token_ids + row * width, tl.load(num_tokens + row), tl.load(prompt_lens + row)
-    record = ints + row * WORDS
+    record, seen, prompt_len = ints + row * WORDS, token_ids + row * width, tl.load(prompt_lens + row)
     packed = tl.load(longs + row * (WORDS // 2) + ADDRESS)
-    if packed != 0:
-        tile = tl.arange(0, WIDTH)
-        num_finite = tl.sum(tl.load(finite + place * WIDTH + tile, mask=tile < tiles, other=0), 0)
-        _apply_rules(logits, changed, record, packed.to(tl.pointer_type(tl.int32)), seen, known, known - prompt_len, num_finite, CHUNK)
     repetition, presence = tl.load(floats + row * WORDS + REPETITION), tl.load(floats + row * WORDS + PRESENCE)
     frequency = tl.load(floats + row * WORDS + FREQUENCY)
-    if (repetition != 1) | (presence != 0) | (frequency != 0):
-        tl.debug_barrier()
-        _penalise(changed, seen, known, prompt_len, kept + row * width, vocab, repetition, presence, frequency, CHUNK)
+    next_row = row
+    while next_row == row:
+        known = tl.load(num_tokens + row) + tl.load(ahead + place)
+        own = changed + place * vocab
+        if packed != 0:
+            tile = tl.arange(0, WIDTH)
+            num_finite = tl.sum(tl.load(finite + place * WIDTH + tile, mask=tile < tiles, other=0), 0)
+            rules = packed.to(tl.pointer_type(tl.int32))
+            _apply_rules(logits + place * stride, own, record, rules, seen, known, known - prompt_len, num_finite, CHUNK)
+        if (repetition != 1) | (presence != 0) | (frequency != 0):
+            tl.debug_barrier()
+            _penalise(own, seen, known, prompt_len, kept + row * width, vocab, repetition, presence, frequency, CHUNK)
+        tl.debug_barrier()  # the next line reuses the scratch memory
+        place += 1
+        next_row = tl.load(rows + place, mask=place < n, other=-1)
 
 
 @triton.jit
@@ -210,11 +218,9 @@ def _penalise(changed, seen, known, prompt_len, kept, vocab, repetition, presenc
         tl.store(changed + token, x, mask=keeps)
 
 
-def change(
-    logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor, history: RowHistory, changed: torch.Tensor, kept: torch.Tensor
-) -> torch.Tensor:
-    """logits [n, vocab] of any float dtype, and rows [n] int64, indices of `records` [max_rows + 1, 12] int32 (`device_changes`) and of the history
-    -> the same with rules and penalties, the first n rows of `changed` [n or more, vocab] float32. `kept` [max_rows, width] int32, as wide as the
+def change(logits: torch.Tensor, lines: Lines, records: torch.Tensor, history: RowHistory, changed: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """logits [n, vocab] of any float dtype, and lines [n], of rows of `records` [max_rows + 1, 12] int32 (`device_changes`) and of the history -> the
+    same with rules and penalties, the first n rows of `changed` [n or more, vocab] float32. `kept` [max_rows + 1, width] int32, as wide as the
     history, is overwritten. The last record's row is padding: what it gets is undefined. Only enqueues work."""
     n, vocab = logits.shape
     if n == 0:
@@ -226,11 +232,11 @@ def change(
     finite = torch.empty((n, width), dtype=torch.int32, device=logits.device)
     shape = len(records) - 1, vocab, logits.stride(0)
     cut = {"WIDTH": width, **pdl_options(logits.device)}
-    launch(_widen, (n, tiles))(logits, changed, rows, records, finite, *shape, TILE=TILE, num_warps=WIDEN_WARPS, **cut)
+    launch(_widen, (n, tiles))(logits, changed, lines.rows, records, finite, *shape, TILE=TILE, num_warps=WIDEN_WARPS, **cut)
     launch(_change, (n,))(
         logits,
         changed,
-        rows,
+        *lines,
         records,
         records.view(torch.float32),
         records.view(torch.int64),

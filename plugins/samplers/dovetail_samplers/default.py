@@ -4,8 +4,8 @@ vocabulary, rows with top-k or top-p a race over the remaining tokens.
 Drawing a token with probability p_i is a race: the token with the largest p_i / e_i wins, with e_i independent exponential noise. Since noise
 depends on the vocabulary id (`noise`), it can be computed only for the tokens that take part, with the same winner.
 
-A row's result is a function of its logits, its parameters and its history: rows share kernels, not numbers. On a GPU with Triton, all rows are
-changed by `changes_kernels` and drawn by `fused` at once; the other steps below are for all other devices.
+A line's result is a function of its logits, its row's parameters and its history: lines share kernels, not numbers. On a GPU with Triton, all lines
+are changed by `changes_kernels` and drawn by `fused` at once; the other steps below are for all other devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import Capture, Lines, RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
@@ -38,7 +38,7 @@ CPU_CHUNK = 2**17  # logits processed at once on the CPU, to fit its cache
 class DefaultSampler(Sampler):
     """Sampler with all parameters of `RowSampling`, for any mix of rows."""
 
-    capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True)
+    capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True, drafts=True)
 
     def prepare(self, max_rows: int) -> None:
         self._device = torch.device(self.context.device)
@@ -46,7 +46,7 @@ class DefaultSampler(Sampler):
         self._device_rows = DeviceRows(max_rows, self.context.vocab_size, self._device)
         self._changes: DeviceChanges | None = None
         if use_kernels(self._device_rows.records):
-            self._changes = DeviceChanges(max_rows, self.context.vocab_size, self.context.history, self._device)
+            self._changes = DeviceChanges(max_rows, self.context)
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         for row in removed:
@@ -67,79 +67,79 @@ class DefaultSampler(Sampler):
         return Capture.FULL if few and self._changes is not None else None
 
     @torch.inference_mode()
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if capture is Capture.TOKENS:
-            return SampledTokens(self._device_rows.draw(logits, rows, self.context.history))
+            return SampledTokens(self._device_rows.draw(logits, lines, self.context.history))
         if self._changes is None:
-            return super().sample_captured(logits, rows, capture)
-        token_ids = self._draw_changed(self._changes, logits, rows)
-        return SampledTokens(token_ids, top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, rows, self._changes.asked_logprobs))
+            return super().sample_captured(logits, lines, capture)
+        token_ids = self._draw_changed(self._changes, logits, lines)
+        return SampledTokens(token_ids, top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, lines.rows, self._changes.asked_logprobs))
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> SampledTokens:
         host_rows = np.asarray(host_rows, dtype=np.int64)
         needs = self._table.needs[host_rows]
         union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
         raw = logits
-        if (token_ids := self._drawn_by_kernels(logits, rows, union)) is None:
+        if (token_ids := self._drawn_by_kernels(logits, lines, union)) is None:
             if union & Needs.CHANGED_LOGITS:
                 logits = logits.to(torch.float32, copy=bool(union & Needs.LOGPROBS))
-                self._change_logits(logits, rows, host_rows, needs)
-            token_ids = self._draw(logits, rows, host_rows, needs, union)
+                self._change_logits(logits, lines, host_rows, needs)
+            token_ids = self._draw(logits, lines, host_rows, needs, union)
         if not union & Needs.LOGPROBS:
             return SampledTokens(token_ids)
         k = min(int(self._table.logprobs[host_rows].max()), logits.shape[1])
         return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
 
-    def _drawn_by_kernels(self, logits: torch.Tensor, rows: torch.Tensor, union: Needs) -> torch.Tensor | None:
+    def _drawn_by_kernels(self, logits: torch.Tensor, lines: Lines, union: Needs) -> torch.Tensor | None:
         """Return token ids [n] int64, or None without kernels, or if logits must be changed and those kernels are unavailable."""
         if self._changes is None:
             return None
         if not union & Needs.CHANGED_LOGITS:
-            return self._device_rows.draw(logits, rows, self.context.history)
+            return self._device_rows.draw(logits, lines, self.context.history)
         with suppress(KernelUnavailable):
-            return self._draw_changed(self._changes, logits, rows)
+            return self._draw_changed(self._changes, logits, lines)
         return None
 
-    def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """logits [n, vocab], unchanged, and rows [n] int64, `max_rows` for padding -> token ids [n] int64. May raise `KernelUnavailable`."""
-        parts = zip(torch.split(logits, changes.most), torch.split(rows, changes.most), strict=True)
+    def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
+        """logits [n, vocab], unchanged, and lines [n] -> token ids [n] int64. May raise `KernelUnavailable`."""
+        parts = [(part, Lines(*own)) for part, *own in zip(*(torch.split(each, changes.most) for each in (logits, *lines)), strict=True)]
         drawn = [self._device_rows.draw(changes.change(part, own), own, self.context.history) for part, own in parts]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     # ---- changes to logits, before temperature
 
-    def _change_logits(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8]) -> None:
-        """Apply rules and penalties in place to the rows that have them. logits [n, vocab] float32."""
+    def _change_logits(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, needs: NDArray[np.uint8]) -> None:
+        """Apply rules and penalties in place to the lines of rows that have them. logits [n, vocab] float32."""
         most = max(1, AT_ONCE // max(self.context.history.token_ids.shape[1], logits.shape[1]))
         changes = {Needs.RULES: self._apply_rules, Needs.REPETITION: self._penalise_repetition, Needs.FREQUENCY: self._penalise_output}
         for need, change in changes.items():
             for indices in _cut(np.flatnonzero(needs & need), most):
                 at = self._index(indices)
                 part = logits[at]
-                change(part, rows[at], host_rows[indices])
+                change(part, Lines(lines.rows[at], lines.ahead[at]), host_rows[indices])
                 if not isinstance(at, slice):
                     logits[at] = part
 
-    def _apply_rules(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> None:
-        rules.apply(logits, self._table.rules_of(host_rows.tolist()), self.context.history, rows)
+    def _apply_rules(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> None:
+        rules.apply(logits, self._table.rules_of(host_rows.tolist()), self.context.history, lines)
 
-    def _penalise_repetition(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> None:
-        penalties.repetition(logits, penalties.seen(self.context.history, rows), self._table.send(self._table.repetition, host_rows))
+    def _penalise_repetition(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> None:
+        penalties.repetition(logits, penalties.seen(self.context.history, lines), self._table.send(self._table.repetition, host_rows))
 
-    def _penalise_output(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> None:
+    def _penalise_output(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> None:
         table = self._table
         presence, frequency = table.send(table.presence, host_rows), table.send(table.frequency, host_rows)
-        penalties.presence_and_frequency(logits, penalties.seen(self.context.history, rows), presence, frequency)
+        penalties.presence_and_frequency(logits, penalties.seen(self.context.history, lines), presence, frequency)
 
     # ---- drawing
 
-    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8], union: Needs) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, needs: NDArray[np.uint8], union: Needs) -> torch.Tensor:
         """logits [n, vocab] -> token ids [n] int64."""
         if not union & Needs.RANDOM:
             return first_argmax(logits)
         history = self.context.history
-        positions = (history.num_tokens[rows] - history.prompt_lens[rows]).to(torch.int64)
+        positions = (history.lengths(lines) - history.prompt_lens[lines.rows]).to(torch.int64)
         keys = stream_keys(self._table.send(self._table.seed_states, host_rows), positions)  # [n, 2]
         token_ids = torch.empty(len(needs), dtype=torch.int64, device=self._device)
         most = max(1, CPU_CHUNK // logits.shape[1]) if on_cpu(logits) else len(needs)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import Lines, SamplerContext
 from dovetail.runtime.transfer import all_to_device
 from dovetail_samplers.table import Needs, RowTable
 
@@ -28,19 +28,19 @@ RECORD = np.dtype(
     ]
 )
 NONE = np.array([(0, 0, -1, 0, 0, 0, 0, 1, 0, 0, -1)], RECORD)
-AT_ONCE = 1 << 26  # changed logits of 4 bytes; further rows are processed afterwards, in the same memory
+AT_ONCE = 1 << 26  # changed logits of 4 bytes; further lines are processed afterwards, in the same memory
 
 
 class DeviceChanges:
     """Records of `max_rows` rows plus one for padding, and memory for changed logits. Tensors keep their addresses."""
 
-    def __init__(self, max_rows: int, vocab_size: int, history: RowHistory, device: torch.device) -> None:
-        self._history = history
+    def __init__(self, max_rows: int, context: SamplerContext) -> None:
+        self._history, device, vocab_size = context.history, torch.device(context.device), context.vocab_size
         self._records = torch.from_numpy(_words(NONE.repeat(max_rows + 1))).to(device)  # [max_rows + 1, 12] int32
         self.asked_logprobs = self._records[:, RECORD.itemsize // 4 - 1]  # [max_rows + 1]
-        self.most = max(1, min(max_rows, AT_ONCE // vocab_size))  # rows at once
+        self.most = max(1, min(max_rows * (1 + context.max_drafts), AT_ONCE // vocab_size))  # lines at once
         self._changed = torch.empty((self.most, vocab_size), dtype=torch.float32, device=device)
-        self._kept = torch.empty_like(history.token_ids)
+        self._kept = torch.empty_like(self._history.token_ids)
 
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
         """Set these rows' parameters, without synchronizing. The table keeps the packed rules as long as the row."""
@@ -55,11 +55,11 @@ class DeviceChanges:
         records["logprobs"] = np.where(table.needs[rows] & Needs.LOGPROBS, table.logprobs[rows], -1)
         self._records.index_copy_(0, *all_to_device([rows, _words(records)], self._records.device))
 
-    def change(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """logits [n, vocab], n <= `most`, and rows [n] int64, `max_rows` for padding -> [n, vocab] float32, which the next call overwrites."""
+    def change(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
+        """logits [n, vocab], n <= `most`, and lines [n] -> [n, vocab] float32, which the next call overwrites."""
         from dovetail_samplers import changes_kernels
 
-        return changes_kernels.change(logits, rows, self._records, self._history, self._changed, self._kept)
+        return changes_kernels.change(logits, lines, self._records, self._history, self._changed, self._kept)
 
 
 def _words(records: NDArray[Any]) -> NDArray[np.int32]:

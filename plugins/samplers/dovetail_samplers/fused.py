@@ -34,7 +34,7 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra import libdevice
 
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import Lines, RowHistory
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail_samplers import noise
@@ -117,8 +117,8 @@ def _log2(x):
 
 
 @triton.jit
-def _keys_of(row, longs, num_tokens, prompt_lens):
-    position = tl.load(num_tokens + row) - tl.load(prompt_lens + row)
+def _keys_of(row, ahead, longs, num_tokens, prompt_lens):
+    position = tl.load(num_tokens + row) + ahead - tl.load(prompt_lens + row)
     return stream_keys(tl.load(longs + row * (WORDS // 2) + SEED_STATE), position)
 
 
@@ -129,6 +129,7 @@ def _keys_of(row, longs, num_tokens, prompt_lens):
 def _survey(
     logits,
     rows,  # [n] int64
+    ahead,  # [n] int32
     floats,  # the records of all rows, three views of the same bytes
     ints,
     longs,
@@ -171,7 +172,7 @@ def _survey(
                     in_group = tl.reshape(x, (TILE // GROUP, GROUP))
                     tl.store(group_tops + place * count + groups, tl.max(in_group, 1), mask=groups < count)
                 else:
-                    key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
+                    key_1, key_2 = _keys_of(row, tl.load(ahead + place), longs, num_tokens, prompt_lens)
                     times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=exists, other=0))
                     tl.store(found + at, tl.min(times, 0))
 
@@ -213,6 +214,7 @@ def _is_filtered(row, floats, ints, vocab):
 def _choose(
     logits,
     rows,
+    ahead,
     floats,
     ints,
     longs,
@@ -256,8 +258,8 @@ def _choose(
         total = tl.sum(found_in * _weights(top_of, top, sharpness), 0)
         groups = (vocab + GROUP - 1) // GROUP
         token = _choose_filtered(
-            logits, row, floats, ints, longs, num_tokens, prompt_lens, hashes, group_tops + place * groups, hits + place * groups,
-            top, total, sharpness, groups, vocab, GROUP, CHUNK, PIVOTS, SPARE,
+            logits, row, tl.load(ahead + place), floats, ints, longs, num_tokens, prompt_lens, hashes,
+            group_tops + place * groups, hits + place * groups, top, total, sharpness, groups, vocab, GROUP, CHUNK, PIVOTS, SPARE,
         )  # fmt: skip
     else:
         if temperature > 0:
@@ -266,7 +268,7 @@ def _choose(
         x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         times = -x
         if temperature > 0:
-            key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
+            key_1, key_2 = _keys_of(row, tl.load(ahead + place), longs, num_tokens, prompt_lens)
             times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=token < vocab, other=0))
         token = chosen * TILE + tl.argmin(times, 0)
     tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))  # NaN may win at an invalid index
@@ -274,8 +276,9 @@ def _choose(
 
 @triton.jit
 def _choose_filtered(
-    logits,  # of this row, like the following
+    logits,  # of this line, like the following
     row,
+    ahead,
     floats,
     ints,
     longs,
@@ -327,7 +330,7 @@ def _choose_filtered(
         room = tl.where(end == before, tl.minimum(room, needed), needed)
 
     end_key = end.to(tl.int32)
-    key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
+    key_1, key_2 = _keys_of(row, ahead, longs, num_tokens, prompt_lens)
     best, winner, tied_before = tl.full((), float("inf"), tl.float32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for start in range(0, count * GROUP, CHUNK):
         token, x, key, inside = _read(logits, hits, start, count, vocab, GROUP, CHUNK, SPARE)
@@ -427,11 +430,9 @@ def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr,
     return number, mass, weight
 
 
-def draw(
-    logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor, history: RowHistory, hashes: torch.Tensor, sizes: Sizes = SIZES
-) -> torch.Tensor:
-    """logits [n, vocab] float32, float16 or bfloat16; rows [n] int64, indices of `records` [max_rows + 1, 6] int32 (`table`) and of the
-    history -> token ids [n] int64. The last record's row is padding: its token is 0. Only enqueues work; the scratch memory is torch's."""
+def draw(logits: torch.Tensor, lines: Lines, records: torch.Tensor, history: RowHistory, hashes: torch.Tensor, sizes: Sizes = SIZES) -> torch.Tensor:
+    """logits [n, vocab] float32, float16 or bfloat16; lines [n], with rows of `records` [max_rows + 1, 6] int32 (`table`) and of the history ->
+    token ids [n] int64. The last record's row is padding: its token is 0. Only enqueues work; the scratch memory is torch's."""
     n, vocab = logits.shape
     token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n == 0:
@@ -446,7 +447,7 @@ def draw(
     floats, longs = records.view(torch.float32), records.view(torch.int64)
     known: tuple[Any, ...] = (
         logits,
-        rows,
+        *lines,
         floats,
         records,
         longs,

@@ -6,27 +6,27 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import Lines, RowHistory
 from dovetail_samplers.filters import on_cpu
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Tokens in the history of some rows. On the CPU they are cut to the longest row."""
+    """Tokens in the history of some lines. On the CPU they are cut to the longest one."""
 
     token_ids: torch.Tensor  # [n, len] int64; padded with the row's first token, a valid id
     known: torch.Tensor  # [n, len] bool
     generated: torch.Tensor  # [n, len] bool
 
 
-def seen(history: RowHistory, rows: torch.Tensor) -> Seen:
-    """Return the tokens of rows [n] int64, each with at least one."""
-    num_tokens = history.num_tokens[rows][:, None]
+def seen(history: RowHistory, lines: Lines) -> Seen:
+    """Return the tokens before lines [n], each with at least one."""
+    num_tokens = history.lengths(lines)[:, None]
     longest = int(num_tokens.max()) if on_cpu(num_tokens) else history.token_ids.shape[1]
-    token_ids = history.token_ids[rows, :longest].to(torch.int64)
+    token_ids = history.token_ids[lines.rows, :longest].to(torch.int64)
     position = torch.arange(longest, device=token_ids.device)
     known = position < num_tokens
-    return Seen(torch.where(known, token_ids, token_ids[:, :1]), known, known & (position >= history.prompt_lens[rows][:, None]))
+    return Seen(torch.where(known, token_ids, token_ids[:, :1]), known, known & (position >= history.prompt_lens[lines.rows][:, None]))
 
 
 def repetition(logits: torch.Tensor, seen: Seen, penalty: torch.Tensor) -> None:

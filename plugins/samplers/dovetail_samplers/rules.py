@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowHistory, RowSampling
+from dovetail.api.sampler import Lines, RowHistory, RowSampling
 from dovetail.runtime.transfer import to_device
 
 NEVER = float("-inf")
@@ -96,11 +96,11 @@ def _distances(lens: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.repeat(np.cumsum(lens), lens) - np.arange(lens.sum())
 
 
-def apply(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> None:
-    """Change logits [n, vocab] float32 by the `rules` of the n rows; `rows` [n] int64 are their indices in the history."""
+def apply(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, lines: Lines) -> None:
+    """Change logits [n, vocab] float32 by the `rules` of each of n lines' rows."""
     _add_biases(logits, rules)
     _keep_allowed(logits, rules)
-    _ban(logits, rules, history, rows)
+    _ban(logits, rules, history, lines)
 
 
 def _joined(parts: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,21 +127,21 @@ def _keep_allowed(logits: torch.Tensor, rules: list[RowRules]) -> None:
         logits[where] = kept
 
 
-def _ban(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> None:
+def _ban(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, lines: Lines) -> None:
     bans = [(i, r) for i, r in enumerate(rules) if r.num_stops + r.num_bad_words]
     if not bans:
         return
     index, ids = _joined([(i, r.banned) for i, r in bans])
-    active = torch.cat([_active(r, history, rows[i : i + 1]) for i, r in bans])  # one-element tensors: integers would synchronize
+    lengths = history.lengths(lines)
+    active = torch.cat([_active(r, history, lines.rows[i : i + 1], lengths[i : i + 1]) for i, r in bans])  # integers would synchronize
     before = logits[index, ids]
     logits.index_put_((index, ids), torch.where(active, NEVER, 0.0), accumulate=True)  # a token may be banned twice
     nothing_left = logits.amax(-1) == NEVER  # [n]
     logits[index, ids] = torch.where(nothing_left[index], before, logits[index, ids])
 
 
-def _active(rules: RowRules, history: RowHistory, row: torch.Tensor) -> torch.Tensor:
-    """Return [s + w] bool: the currently active bans of row [1]."""
-    known = history.num_tokens[row]
+def _active(rules: RowRules, history: RowHistory, row: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return [s + w] bool: the active bans of row [1] after its first `known` [1] tokens."""
     too_few = (known - history.prompt_lens[row] < rules.min_tokens).expand(rules.num_stops)
     if not rules.num_bad_words:
         return too_few

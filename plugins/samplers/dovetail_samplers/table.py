@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowHistory, RowSampling
+from dovetail.api.sampler import Lines, RowHistory, RowSampling
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.runtime.transfer import all_to_device, to_device
@@ -149,14 +149,14 @@ class DeviceRows:
             records[name] = column[rows]
         self.records.index_copy_(0, *all_to_device([rows, _words(records)], self.records.device))
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, history: RowHistory) -> torch.Tensor:
-        """logits [n, vocab] and rows [n] int64, `max_rows` for padding -> token ids [n] int64."""
-        if use_kernels(rows):
+    def draw(self, logits: torch.Tensor, lines: Lines, history: RowHistory) -> torch.Tensor:
+        """logits [n, vocab] and lines [n] -> token ids [n] int64."""
+        if use_kernels(lines.rows):
             from dovetail_samplers import fused
 
             with suppress(KernelUnavailable):
-                return fused.draw(logits, rows, self.records, history, self.hashes)
-        return draw_plain(logits, rows, self.parameters(rows), history, self.hashes)
+                return fused.draw(logits, lines, self.records, history, self.hashes)
+        return draw_plain(logits, lines, self.parameters(lines.rows), history, self.hashes)
 
     def parameters(self, rows: torch.Tensor) -> Parameters:
         words = self.records[rows]  # [n, 6]
@@ -169,10 +169,9 @@ def _words(records: NDArray[Any]) -> NDArray[np.int32]:
     return records.view(np.int32).reshape(len(records), -1)
 
 
-def draw_plain(logits: torch.Tensor, rows: torch.Tensor, of: Parameters, history: RowHistory, hashes: torch.Tensor) -> torch.Tensor:
+def draw_plain(logits: torch.Tensor, lines: Lines, of: Parameters, history: RowHistory, hashes: torch.Tensor) -> torch.Tensor:
     """Every row takes every step; unneeded ones are no-ops: without a filter all tokens are kept, and a greedy row's race is ignored."""
-    rows = rows.clamp(max=len(history.num_tokens) - 1)
-    positions = (history.num_tokens[rows] - history.prompt_lens[rows]).to(torch.int64)
+    positions = (history.lengths(lines) - history.prompt_lens[lines.rows]).to(torch.int64)
     wide, random = logits.to(torch.float32), of.temperature > 0
     scores = (wide - wide.amax(-1, keepdim=True).clamp_(min=LEAST)).div_(of.temperature.where(random, 1.0)[:, None])
     weights = scores.exp()

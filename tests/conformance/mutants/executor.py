@@ -638,7 +638,7 @@ class SamplesALateStepAtOnceAndAgain(FakeExecutor):
 @mutant(caught_by="executor.masks")
 class IgnoresMasks(FakeExecutor):
     def sample(self, handle: int, masks: Masks) -> None:
-        super().sample(handle, Masks(masks.indices[:0], masks.words[:0]))
+        super().sample(handle, Masks(masks.lines[:0], masks.words[:0]))
 
 
 @mutant(caught_by="executor.masks")
@@ -646,7 +646,7 @@ class MasksTheFirstRows(FakeExecutor):
     """Takes the place in the masks for the place in the batch."""
 
     def sample(self, handle: int, masks: Masks) -> None:
-        yielding = np.flatnonzero(self._unsampled[2] if self._unsampled else [])[: len(masks.indices)]
+        yielding = np.flatnonzero(self._unsampled[2] if self._unsampled else [])[: len(masks.lines)]
         super().sample(handle, Masks(yielding.astype(np.int32), masks.words))
 
 
@@ -657,8 +657,8 @@ class ReadsTheMemoryThatItGave(FakeExecutor):
         return self.given
 
     def sample(self, handle: int, masks: Masks) -> None:
-        same = len(masks.indices) and self.given.shape == masks.words.shape
-        super().sample(handle, Masks(masks.indices, self.given) if same else masks)
+        same = len(masks.lines) and self.given.shape == masks.words.shape
+        super().sample(handle, Masks(masks.lines, self.given) if same else masks)
 
 
 @mutant(caught_by="executor.masks")
@@ -668,10 +668,84 @@ class KeepsTheMaskOfARow(FakeExecutor):
     def sample(self, handle: int, masks: Masks) -> None:
         _, rows, yields_token = self._unsampled or (0, [], [])
         words = {index: row.kept for index, row in enumerate(rows) if yields_token[index] and hasattr(row, "kept")}
-        for index, line in zip(masks.indices.tolist(), masks.words, strict=True):
+        for index, line in zip(masks.lines.tolist(), masks.words, strict=True):
             words[index] = rows[index].kept = line.copy()  # type: ignore[attr-defined]
         lines = [words[index] for index in sorted(words)]
         super().sample(handle, Masks(np.array(sorted(words), np.int32), np.array(lines, np.uint32)) if words else masks)
+
+
+# Drafts
+
+
+@mutant(caught_by="executor.drafts")
+class TakesDraftsForTokens(LocalExecutor):
+    """Returns the drafts of a row that has got other tokens."""
+
+    def collect(self, handle: PendingStep) -> Result:
+        result, drafts = super().collect(handle), handle.batch.drafts
+        if drafts is None or result.counts is None:
+            return result
+        token_ids, ends, own = result.token_ids.copy(), result.counts.cumsum(), drafts.counts.cumsum()
+        for end, count, of, drafted in zip(ends, result.counts, own, drafts.counts, strict=True):
+            taken = min(count, drafted)
+            token_ids[end - count : end - count + taken] = drafts.token_ids[of - drafted : of - drafted + taken]
+        return replace(result, token_ids=token_ids)
+
+
+@mutant(caught_by="executor.drafts")
+class ForgetsTheTokenAfterDrafts(LocalExecutor):
+    """A row whose drafts are all right gets these only."""
+
+    def collect(self, handle: PendingStep) -> Result:
+        result, drafts = super().collect(handle), handle.batch.drafts
+        if drafts is None or result.counts is None:
+            return result
+        lost = (result.counts == 1 + drafts.counts) & (drafts.counts > 0)
+        return replace(result, token_ids=np.delete(result.token_ids, result.counts.cumsum()[lost] - 1), counts=result.counts - lost)
+
+
+@mutant(caught_by="executor.drafts_beside")
+class CountsInTheOrderOfRows(LocalExecutor):
+    """`Result.counts` isn't in the order of the batch."""
+
+    def collect(self, handle: PendingStep) -> Result:
+        result = super().collect(handle)
+        return result if result.counts is None else replace(result, counts=result.counts[np.argsort(handle.rows)])
+
+
+@mutant(caught_by="executor.drafts_sampling")
+class PenalisesKnownTokensAlone(LocalExecutor):
+    """Drafts count for noise, but not for penalties and rules."""
+
+    def start(self) -> Capacity:
+        capacity = super().start()
+        sampler: Any = self.worker.runner.sampler  # type: ignore[union-attr]
+        change = sampler._change_logits
+        sampler._change_logits = lambda logits, lines, *rest: change(logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), *rest)
+        return capacity
+
+
+@mutant(caught_by="executor.drafts_logprobs")
+class LogprobsOfAllLines(LocalExecutor):
+    def collect(self, handle: PendingStep) -> Result:
+        return replace(super().collect(handle), logprobs=handle.outcome_logprobs())
+
+
+@mutant(caught_by="executor.drafts_masks")
+class MasksTheFirstLineOfARow(LocalExecutor):
+    def sample(self, handle: PendingStep, masks: Masks) -> None:
+        first = masks.lines - handle.lines.ahead[masks.lines] if len(masks.lines) else masks.lines
+        super().sample(handle, Masks(first, masks.words))
+
+
+@mutant(caught_by="executor.drafts_limits")
+class DeclaresTooManyLines(LocalExecutor):
+    def start(self) -> Capacity:
+        capacity = super().start()
+        rows = self.worker.runner.rows if self.worker.runner else None
+        if rows is not None and capacity.max_lines:
+            rows.max_lines -= 1
+        return capacity
 
 
 @mutant(caught_by="executor.failed_row")

@@ -11,12 +11,16 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field
 
-from dovetail.api.sampler import Capture, RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
+from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.testing.checks import Untried
 from dovetail_samplers.default import CAPTURED_LOGPROBS, DefaultSampler
 from dovetail_samplers.table import draw_plain
 from tests.conformance.mutants import mutant
+
+
+def some(lines: Lines, index: Any) -> Lines:
+    return Lines(lines.rows[index], lines.ahead[index])
 
 
 class Misread(DefaultSampler):
@@ -35,11 +39,11 @@ class WithHistory(DefaultSampler):
     def told(self, history: RowHistory) -> RowHistory:
         return history
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         real = self.context
         self.context = replace(real, history=self.told(real.history))
         try:
-            return super().sample(logits, rows, host_rows)
+            return super().sample(logits, lines, host_rows)
         finally:
             self.context = real
 
@@ -51,15 +55,15 @@ class WithHistory(DefaultSampler):
 class SortsTheRows(DefaultSampler):
     """Samples in the order of rows, and forgets to put the result back."""
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         order = np.argsort(host_rows)
-        return super().sample(logits[order], rows[order], host_rows[order])
+        return super().sample(logits[order], some(lines, order), host_rows[order])
 
 
 @mutant(caught_by="sampler.output")
 class ReturnsInt32(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, lines, host_rows)
         return replace(result, token_ids=result.token_ids.int())
 
 
@@ -73,8 +77,8 @@ class DrawsAtTemperatureZero(Misread):
 class TakesTheLastOfEquals(Misread):
     """Looks at the vocabulary from the end."""
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits.flip(-1), rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits.flip(-1), lines, host_rows)
         return replace(result, token_ids=logits.shape[1] - 1 - result.token_ids)
 
 
@@ -119,14 +123,14 @@ class CutsProbabilities(DefaultSampler):
         self.asked: dict[int, RowSampling] = {**getattr(self, "asked", {}), **dict(added)}
         super().update(removed, [(row, replace(sampling, top_p=1.0, min_p=0.0)) for row, sampling in added])
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         cut = logits.clone()
         for place, row in enumerate(host_rows.tolist()):
             sampling = self.asked[row]
             if sampling.temperature > 0:
                 ordered, order = (logits[place] / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
                 cut[place, order[~self.kept(ordered, sampling)]] = -torch.inf
-        return super().sample(cut, rows, host_rows)
+        return super().sample(cut, lines, host_rows)
 
 
 @mutant(caught_by="sampler.top_p")
@@ -198,24 +202,24 @@ class NoiseBeginsAgain(DefaultSampler):
 class ForbidsByALargeNumber(DefaultSampler):
     """-inf becomes -100, which a high temperature makes as likely as anything."""
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits.clamp(min=-100), rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits.clamp(min=-100), lines, host_rows)
 
 
 @mutant(caught_by="sampler.extremes")
 class SpreadsNaN(DefaultSampler):
     """Subtracts the batch's largest logit instead of the row's."""
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits - logits.max() if len(logits) else logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits - logits.max() if len(logits) else logits, lines, host_rows)
 
 
 @mutant(caught_by="sampler.dtypes")
 class NormalisesInHalfPrecision(DefaultSampler):
     """Makes log-probabilities in the dtype that logits come in, and samples from these."""
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits.log_softmax(-1), rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits.log_softmax(-1), lines, host_rows)
 
 
 # ---- rules and penalties
@@ -294,10 +298,10 @@ class ForgetsTheWishWhenBansAreLifted(Misread):
 
 @mutant(caught_by="sampler.repetition_penalty")
 class PenalisesTheOutputAlone(DefaultSampler):
-    def _penalise_repetition(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Any) -> None:
+    def _penalise_repetition(self, logits: torch.Tensor, lines: Lines, host_rows: Any) -> None:
         history = self.context.history
-        prompts, ends = history.prompt_lens[rows].tolist(), history.num_tokens[rows].tolist()
-        for place, (row, start, end) in enumerate(zip(rows.tolist(), prompts, ends, strict=True)):
+        prompts, ends = history.prompt_lens[lines.rows].tolist(), history.num_tokens[lines.rows].tolist()
+        for place, (row, start, end) in enumerate(zip(lines.rows.tolist(), prompts, ends, strict=True)):
             tokens = history.token_ids[row, start:end].long().unique()
             penalty = float(self._table.repetition[row])
             logits[place, tokens] = torch.where(logits[place, tokens] > 0, logits[place, tokens] / penalty, logits[place, tokens] * penalty)
@@ -305,9 +309,9 @@ class PenalisesTheOutputAlone(DefaultSampler):
 
 @mutant(caught_by="sampler.repetition_penalty")
 class DividesNegativeLogitsToo(DefaultSampler):
-    def _penalise_repetition(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Any) -> None:
+    def _penalise_repetition(self, logits: torch.Tensor, lines: Lines, host_rows: Any) -> None:
         before = logits.clone()
-        super()._penalise_repetition(logits, rows, host_rows)
+        super()._penalise_repetition(logits, lines, host_rows)
         penalty = self._table.send(self._table.repetition, host_rows)[:, None]
         logits.copy_(torch.where((logits != before) & (before < 0), before / penalty, logits))
 
@@ -336,10 +340,10 @@ class CountsThePromptAsGenerated(WithHistory):
 
 @mutant(caught_by="sampler.rules_together")
 class PenaltiesBeforeBias(DefaultSampler):
-    def _change_logits(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Any, needs: Any) -> None:
+    def _change_logits(self, logits: torch.Tensor, lines: Lines, host_rows: Any, needs: Any) -> None:
         rules = needs & 16
-        super()._change_logits(logits, rows, host_rows, needs - rules)
-        super()._change_logits(logits, rows, host_rows, rules)
+        super()._change_logits(logits, lines, host_rows, needs - rules)
+        super()._change_logits(logits, lines, host_rows, rules)
 
 
 @mutant(caught_by="sampler.stale_history")
@@ -400,11 +404,11 @@ class SeedDependsOnTheRow(Misread):
 
 @mutant(caught_by="sampler.batch")
 class SeedDependsOnTheBatch(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         states = self._table.seed_states.copy()
         self._table.seed_states += len(host_rows)
         try:
-            return super().sample(logits, rows, host_rows)
+            return super().sample(logits, lines, host_rows)
         finally:
             self._table.seed_states[:] = states
 
@@ -445,15 +449,47 @@ class KeepsTheRulesOfTheRequestBefore(DefaultSampler):
         super().update([], mixed)
 
 
+# ---- lines
+
+
+@mutant(caught_by="sampler.lines")
+class IgnoresDrafts(DefaultSampler):
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows)
+
+
+@mutant(caught_by="sampler.lines")
+class PenalisesKnownTokensAlone(DefaultSampler):
+    """Drafts count for the output position only."""
+
+    def _change_logits(self, logits: torch.Tensor, lines: Lines, host_rows: Any, needs: Any) -> None:
+        super()._change_logits(logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows, needs)
+
+
+@mutant(caught_by="sampler.lines_apart")
+class LeavesOutWhatComesAfterAMiss(DefaultSampler):
+    """Lines after one that differs from its draft get any token: they won't count anyway."""
+
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result, history = super().sample(logits, lines, host_rows), self.context.history
+        token_ids, missed = result.token_ids.clone(), False
+        for index, (row, ahead) in enumerate(zip(*map(torch.Tensor.tolist, lines), strict=True)):
+            missed = missed and ahead > 0
+            token = int(token_ids[index])
+            token_ids[index] = 0 if missed else token
+            missed = missed or token != int(history.token_ids[row, int(history.num_tokens[row]) + ahead])
+        return replace(result, token_ids=token_ids)
+
+
 # ---- logprobs and graphs
 
 
 @mutant(caught_by="sampler.logprobs")
 class LogprobsAfterPenalties(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         changed = logits.float().clone()
-        self._change_logits(changed, rows, host_rows, self._table.needs[host_rows])
-        result = super().sample(logits.clone(), rows, host_rows)
+        self._change_logits(changed, lines, host_rows, self._table.needs[host_rows])
+        result = super().sample(logits.clone(), lines, host_rows)
         return replace(result, logprobs=result.logprobs and self.of(changed, result.logprobs))
 
     @staticmethod
@@ -463,23 +499,23 @@ class LogprobsAfterPenalties(DefaultSampler):
 
 @mutant(caught_by="sampler.logprobs")
 class LogprobsAfterTemperature(LogprobsAfterPenalties):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         scaled = logits.float() / torch.from_numpy(self._table.temperature[host_rows])[:, None]
-        result = DefaultSampler.sample(self, logits.clone(), rows, host_rows)
+        result = DefaultSampler.sample(self, logits.clone(), lines, host_rows)
         return replace(result, logprobs=result.logprobs and self.of(scaled, result.logprobs))
 
 
 @mutant(caught_by="sampler.logprobs")
 class RanksFromZero(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, lines, host_rows)
         return replace(result, logprobs=result.logprobs and replace(result.logprobs, ranks=result.logprobs.ranks - 1))
 
 
 @mutant(caught_by="sampler.logprobs")
 class RanksBehindItsEquals(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         ranks = (logits >= logits.gather(1, result.token_ids[:, None])).sum(-1)
@@ -488,8 +524,8 @@ class RanksBehindItsEquals(DefaultSampler):
 
 @mutant(caught_by="sampler.logprobs")
 class NeverMoreThanFiveLogprobs(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         ids, logprobs = result.logprobs.token_ids[:, :6], result.logprobs.logprobs[:, :6]
@@ -498,12 +534,12 @@ class NeverMoreThanFiveLogprobs(DefaultSampler):
 
 @mutant(caught_by="sampler.logprobs")
 class LogprobsOfWhatTopKLeft(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         cut = logits.clone()
         for place, top_k in enumerate(self._table.top_k[host_rows].tolist()):
             if top_k < logits.shape[1]:
                 cut[place][logits[place] < logits[place].topk(top_k).values[-1]] = -torch.inf
-        result = super().sample(logits, rows, host_rows)
+        result = super().sample(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         return SampledTokens(result.token_ids, top_logprobs(cut, result.token_ids, result.logprobs.token_ids.shape[1] - 1))
@@ -521,16 +557,16 @@ class Capturing(DefaultSampler):
 
 @mutant(caught_by="sampler.captured")
 class CapturedRowsShareTheirSeed(Capturing):
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
-        first = rows[:1].expand(len(rows))
-        return super().sample_captured(logits, first, capture)
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        first = lines.rows[:1].expand(len(lines.rows))
+        return super().sample_captured(logits, lines._replace(rows=first), capture)
 
 
 @mutant(caught_by="sampler.captured")
 class PaddingGetsNoToken(Capturing):
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
-        token_ids = super().sample_captured(logits, rows, capture).token_ids
-        return SampledTokens(token_ids.masked_fill(rows >= len(self.context.history.num_tokens), -1))
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        token_ids = super().sample_captured(logits, lines, capture).token_ids
+        return SampledTokens(token_ids.masked_fill(lines.rows >= len(self.context.history.num_tokens) - 1, -1))
 
 
 @mutant(caught_by="sampler.capturable")
@@ -549,10 +585,10 @@ class LooksAtTheFirstRowAlone(Capturing):
 class CapturesItsParameters(Capturing):
     """The parameters of the rows that were captured are used for all that come after."""
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         rows_of = self._device_rows
-        self.first = getattr(self, "first", None) or rows_of.parameters(rows)
-        return SampledTokens(draw_plain(logits, rows, self.first, self.context.history, rows_of.hashes))
+        self.first = getattr(self, "first", None) or rows_of.parameters(lines.rows)
+        return SampledTokens(draw_plain(logits, lines, self.first, self.context.history, rows_of.hashes))
 
 
 class CapturingInFull(DefaultSampler):
@@ -564,15 +600,15 @@ class CapturingInFull(DefaultSampler):
         few = int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
         return super().capture_for(host_rows) or (Capture.FULL if few else None)
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if capture is Capture.TOKENS:
-            return super().sample_captured(logits, rows, capture)
-        own = rows < len(self.context.history.num_tokens)
-        sampled = self.sample(logits[own], rows[own], rows[own].cpu().numpy())
+            return super().sample_captured(logits, lines, capture)
+        own = lines.rows < len(self.context.history.num_tokens) - 1
+        sampled = self.sample(logits[own], some(lines, own), lines.rows[own].cpu().numpy())
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             """Put zeros where there is padding."""
-            return values.new_zeros(len(rows), *values.shape[1:]).masked_scatter(own.view(-1, *[1] * (values.dim() - 1)), values)
+            return values.new_zeros(len(lines.rows), *values.shape[1:]).masked_scatter(own.view(-1, *[1] * (values.dim() - 1)), values)
 
         of = sampled.logprobs
         logprobs = None if of is None else TopLogprobs(spread(of.token_ids), spread(of.logprobs), spread(of.ranks))
@@ -581,9 +617,9 @@ class CapturingInFull(DefaultSampler):
 
 @mutant(caught_by="sampler.fully_captured")
 class CapturesNoPenalties(CapturingInFull):
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
-        tokens = super().sample_captured(logits, rows, Capture.TOKENS)
-        return tokens if capture is Capture.TOKENS else replace(super().sample_captured(logits, rows, capture), token_ids=tokens.token_ids)
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        tokens = super().sample_captured(logits, lines, Capture.TOKENS)
+        return tokens if capture is Capture.TOKENS else replace(super().sample_captured(logits, lines, capture), token_ids=tokens.token_ids)
 
 
 @mutant(caught_by="sampler.fully_captured")
@@ -593,8 +629,8 @@ class CapturesWhoeverAsksForManyLogprobs(CapturingInFull):
     def capture_for(self, host_rows: np.ndarray) -> Capture:
         return super().capture_for(host_rows) or Capture.FULL
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
-        sampled = super().sample_captured(logits, rows, capture)
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        sampled = super().sample_captured(logits, lines, capture)
         if sampled.logprobs is None:
             return sampled
         ids, logprobs = (columns[:, : 1 + CAPTURED_LOGPROBS] for columns in (sampled.logprobs.token_ids, sampled.logprobs.logprobs))
@@ -607,15 +643,15 @@ class CapturesItsPenalties(DefaultSampler):
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if capture is Capture.TOKENS:
-            return super().sample_captured(logits, rows, capture)
+            return super().sample_captured(logits, lines, capture)
         if not hasattr(self, "first"):
             self.first = copy(self._changes)
             self.first._records = self._changes._records.clone()
         now, self._changes = self._changes, self.first
         try:
-            return super().sample_captured(logits, rows, capture)
+            return super().sample_captured(logits, lines, capture)
         finally:
             self._changes = now
 
@@ -670,9 +706,9 @@ class RaisesWhenItSamples(Warmer):
         self.given[row] = sampling.extra_args.get("warmth", 1)
         return sampling
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         shares = [1 / self.given[row] for row in host_rows.tolist()]
-        return super().sample(logits * torch.tensor(shares)[:, None], rows, host_rows)
+        return super().sample(logits * torch.tensor(shares)[:, None], lines, host_rows)
 
 
 @mutant(caught_by="sampler.extra_args")
@@ -727,9 +763,9 @@ class NoTemperatureBelowAHundredth(Misread):
 
 @mutant(caught_by="sampler.read_only")
 class AppendsToTheHistory(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result, history = super().sample(logits, rows, host_rows), self.context.history
-        history.token_ids[rows, history.num_tokens[rows].long()] = result.token_ids.int()
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result, history = super().sample(logits, lines, host_rows), self.context.history
+        history.token_ids[lines.rows, history.num_tokens[lines.rows].long()] = result.token_ids.int()
         return result
 
 
@@ -795,26 +831,26 @@ class HasThirtyTwoColumns(Misread):
 class CapturesTheFirstParameters(Capturing):
     """Uses the parameters that rows had when they were first captured."""
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if not hasattr(self, "first"):
             self.first = {}
-        key, rows_of = tuple(rows.tolist()), self._device_rows
-        self.first.setdefault(key, rows_of.parameters(rows))
-        return SampledTokens(draw_plain(logits, rows, self.first[key], self.context.history, rows_of.hashes))
+        key, rows_of = tuple(lines.rows.tolist()), self._device_rows
+        self.first.setdefault(key, rows_of.parameters(lines.rows))
+        return SampledTokens(draw_plain(logits, lines, self.first[key], self.context.history, rows_of.hashes))
 
 
 @mutant(caught_by="sampler.fully_captured_again")
 class CapturesTheFirstRules(CapturingInFull):
     """Returns what it returned before to rows that were captured in full before."""
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if not hasattr(self, "kept"):
             self.kept: dict[tuple[int, ...], SampledTokens] = {}
         if capture is Capture.TOKENS:
-            return super().sample_captured(logits, rows, capture)
-        key = tuple(rows.tolist())
+            return super().sample_captured(logits, lines, capture)
+        key = tuple(lines.rows.tolist())
         if key not in self.kept:
-            self.kept[key] = super().sample_captured(logits, rows, capture)
+            self.kept[key] = super().sample_captured(logits, lines, capture)
         return self.kept[key]
 
 
@@ -838,8 +874,8 @@ class KeepsWhatTheRowWasGiven(Warmer):
 
 @mutant(caught_by="sampler.read_only")
 class SortsHostRows(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, lines, host_rows)
         host_rows.sort()
         return result
 
@@ -860,8 +896,8 @@ class KeepsOneWordOfEachBeginning(Misread):
 
 @mutant(caught_by="sampler.logprobs")
 class NoLogprobsForZero(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, lines, host_rows)
         return result if (self._table.logprobs[host_rows] > 0).any() else SampledTokens(result.token_ids)
 
 
@@ -887,32 +923,32 @@ class CapturesLongWordsAsTheyWere(CapturingInFull):
         self.samplings: dict[int, RowSampling] = {**getattr(self, "samplings", {}), **dict(added)}
         self.seen: dict[int, tuple[int, ...]] = {row: seen for row, seen in getattr(self, "seen", {}).items() if row not in dict(added)}
 
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         history, told = self.context.history, []
-        for row in rows[rows < len(history.num_tokens)].tolist():
+        for row in lines.rows[lines.rows < len(history.num_tokens) - 1].tolist():
             seen = self.seen.setdefault(row, tuple(history.token_ids[row, : history.num_tokens[row]].tolist()))
             sampling = self.samplings[row]
             words = [word[-1:] if len(word) > 2 else word for word in sampling.bad_words if len(word) < 3 or seen[1 - len(word) :] == word[:-1]]
             told.append((row, replace(sampling, bad_words=tuple(words))))
         DefaultSampler.update(self, [], told)
         try:
-            return super().sample_captured(logits, rows, capture)
+            return super().sample_captured(logits, lines, capture)
         finally:
             DefaultSampler.update(self, [], [(row, self.samplings[row]) for row, _ in told])
 
 
 @mutant(caught_by="sampler.captured")
 class CountsOnPaddingAtTheEnd(Capturing):
-    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor, capture: Capture) -> SampledTokens:
-        own = int((rows < len(self.context.history.num_tokens)).sum())
-        ids = super().sample_captured(logits[:own], rows[:own], capture).token_ids
-        return SampledTokens(torch.cat((ids, ids.new_zeros(len(rows) - own))))
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        own = int((lines.rows < len(self.context.history.num_tokens) - 1).sum())
+        ids = super().sample_captured(logits[:own], some(lines, slice(own)), capture).token_ids
+        return SampledTokens(torch.cat((ids, ids.new_zeros(len(lines.rows) - own))))
 
 
 @mutant(caught_by="sampler.logprobs")
 class HasALeastLogprob(DefaultSampler):
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        result = super().sample(logits, rows, host_rows)
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, lines, host_rows)
         if result.logprobs is None:
             return result
         return replace(result, logprobs=replace(result.logprobs, logprobs=result.logprobs.logprobs.clamp(min=-50)))

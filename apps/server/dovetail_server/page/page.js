@@ -146,6 +146,18 @@ function heldByGroup(live) {
   return groups.length > 1 ? groups.map(([name, held]) => [`KV cache held: ${name}`, inUnits(blocks ? held / blocks : 0, "%")]) : [];
 }
 
+// How many tokens a step with drafts yields a request, and how often the drafts of each position are accepted; nothing without drafts.
+function drafts({ draft_rows: rows, draft_tokens: tokens, accepted_drafts: accepted }) {
+  if (!rows) return [];
+  const all = accepted.reduce((sum, count) => sum + count, 0);
+  return [
+    ["drafts checked", tokens.toLocaleString("en")],
+    ["drafts accepted", inUnits(all / tokens, "%")],
+    ["acceptance length", (1 + all / rows).toFixed(2)],
+    ["accepted by position", accepted.map((count) => inUnits(count / rows, "%")).join(", ")],
+  ];
+}
+
 function showCounts(live) {
   const number = (value) => value.toLocaleString("en");
   const ended = Object.entries(live.finished).filter(([reason, count]) => count || reason === "stop" || reason === "length");
@@ -154,6 +166,7 @@ function showCounts(live) {
     ["prompt tokens", number(live.prompt_tokens)],
     ["found in the prefix cache", number(live.cached_tokens)],
     ["preemptions", number(live.preemptions)],
+    ...drafts(live),
     ...heldByGroup(live),
     ...ended.map(([reason, count]) => [`requests ended: ${reason}`, number(count)]),
   ]);

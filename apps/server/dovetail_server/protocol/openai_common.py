@@ -56,6 +56,7 @@ class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
+    max_drafts: int | None = None
     priority: int | None = None
     client: str | None = None
     deadline_s: float | None = None

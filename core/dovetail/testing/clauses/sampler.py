@@ -21,11 +21,15 @@ CLAUSES: Marks = {
         "`dovetail.sampling_params": held("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
         "*": TOLD,
     },
+    "Lines": held("lines", "lines_apart"),
+    "RowHistory.lengths": held("lines"),
     "RowHistory": {"only reads them": held("read_only"), "prompt, then generated": held("stale_history"), "*": TOLD},
+    "SamplerContext.max_drafts": held("lines"),
     "SamplerContext": held("large_vocabulary", but="vocabularies of more than 147,456 tokens aren't tested"),
     "SamplerCapabilities": {
         "`cuda_graph`": held("captured", "graph", but="without a GPU no graph is captured"),
         "`cuda_graph_full`": held("fully_captured", "full_graph", but="without a GPU no graph is captured"),
+        "`drafts`": held("lines"),
         "keys of": TOLD,
         "`extra_args_model`": held("extra_args"),
         "any plain value": TOLD,
@@ -41,8 +45,9 @@ CLAUSES: Marks = {
     "Sampler.sample": {
         "Sample one token": held("output", "dtypes", "extremes", "read_only"),
         "until the sampler is called again": TOLD,
-        "not yet those sampled": held("stale_history", "preemption"),
-        "output position": held("seed"),
+        "output position": held("seed", "lines"),
+        "The history of a line": held("lines", "stale_history", "preemption"),
+        "A line's result": held("lines", "lines_apart", "batch"),
     },
     "Sampler.capture_for": held("capturable", "captured", "fully_captured"),
     "Sampler.sample_captured": {

@@ -19,6 +19,7 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
     "grammar": "GrammarSuite",
     "executor": "ExecutorSuite",
     "observer": "ObserverSuite",
+    "drafter": "DrafterSuite",
 }
 
 

@@ -18,6 +18,7 @@ from dovetail.errors import DovetailError, describe
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_blocks import ExecutorBlocks
+from dovetail.testing.suites.executor_drafts import ExecutorDrafts
 from dovetail.testing.suites.executor_late import ExecutorLate
 from dovetail.testing.suites.executor_logprobs import ExecutorLogprobs
 from dovetail.testing.suites.executor_results import ExecutorResults
@@ -29,7 +30,7 @@ MUCH = 2**20  # bytes that no executor retains incidentally
 NOTICES_S = 3.0  # time limit for reporting a dead worker
 
 
-class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorLogprobs):
+class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorDrafts, ExecutorLogprobs):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing else."""
 
     @check("executor.capacity", since="0.1")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.executor import Batch, Capacity, Executor, Masks, NewRow, Result
+from dovetail.api.executor import Batch, Capacity, Drafts, Executor, Masks, NewRow, Result
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import fail, require
@@ -110,22 +110,33 @@ class Bench:
             self.seats[name].blocks.append(block)
             self._appended.append((self.seats[name].row, block))
 
-    def submit(self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
-        """Submit a step with the given number of tokens of each, in this order. Requests that reach their last known token sample. `shared`: number
-        of common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
-        batch = self.build(counts, copies, shared, late=late)
+    def submit(
+        self,
+        counts: Mapping[str, int],
+        copies: Sequence[PageCopy] = (),
+        shared: int = 0,
+        *,
+        late: bool = False,
+        drafts: Mapping[str, Sequence[int]] | None = None,
+    ) -> Batch:
+        """Submit a step with the given number of tokens of each, and its drafts, in this order. Requests that reach their last known token sample.
+        `shared`: number of common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
+        batch = self.build(counts, copies, shared, late=late, drafts=drafts)
         seats = [self.seats[name] for name in counts]
         self.sent.append(Sent(batch, self._call("submit", batch), seats))
         for seat, count, yields_token in zip(seats, counts.values(), batch.yields_token.tolist(), strict=True):
-            seat.computed += count
-            seat.known += yields_token
+            if drafts is None:  # otherwise `collect` shows how many
+                seat.computed += count
+                seat.known += yields_token
         return batch
 
-    def sample(self, allowed: Mapping[str, Sequence[int]], *, own_memory: bool = True) -> None:
-        """Sample the oldest, late step: the named requests sample one of their `allowed` ids. The masks are in the executor's own memory, or,
-        although that was requested, elsewhere; the executor's memory then allows everything."""
+    def sample(self, allowed: Mapping[str | tuple[str, int], Sequence[int]], *, own_memory: bool = True) -> None:
+        """Sample the oldest, late step: the named requests, or their lines after so many drafts, sample one of their `allowed` ids. The masks are in
+        the executor's own memory, or, although that was requested, elsewhere; the executor's memory then allows everything."""
         sent = self.sent[0]
-        indices = [index for index, seat in enumerate(sent.seats) if seat.name in allowed]
+        lines = [(seat.name, ahead) for seat, count in zip(sent.seats, sent.batch.num_lines.tolist(), strict=True) for ahead in range(count)]
+        of_lines = {(key, 0) if isinstance(key, str) else key: ids for key, ids in allowed.items()}
+        indices = [index for index, line in enumerate(lines) if line in of_lines]
         width = -(-self.capacity.vocab_size // 32)
         words = self.executor.mask_words(len(indices), width)
         require(words.shape == (len(indices), width), f"mask_words({len(indices)}, {width}) has the shape {words.shape}")
@@ -135,7 +146,7 @@ class Bench:
             words = np.empty_like(words)
         words[:] = 0
         for line, index in enumerate(indices):
-            for token in allowed[sent.seats[index].name]:
+            for token in of_lines[lines[index]]:
                 words[line, token // 32] |= np.uint32(1 << token % 32)
         self._call("sample", sent.handle, Masks(np.array(indices, np.int32), words))
 
@@ -147,14 +158,37 @@ class Bench:
         may_fail = {index for index, seat in enumerate(sent.seats) if seat.name == broken}
         told = f"of step {result.step}, {may_fail or 'no'} places in the batch may fail, and Result.failed is {result.failed}"
         require(result.failed.keys() <= may_fail and all(map(str.strip, result.failed.values())), told)
-        ids = result.token_ids
-        shaped = isinstance(ids, np.ndarray) and ids.shape == sent.batch.rows.shape and np.issubdtype(ids.dtype, np.integer)
-        require(shaped, f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{len(sent.batch.rows)}] integers")
-        for seat, token, yields_token in zip(sent.seats, ids.tolist(), sent.batch.yields_token.tolist(), strict=True):
+        ids, count = result.token_ids, len(sent.batch.rows)
+        if sent.batch.drafts is not None:
+            count = self._collect_drafts(sent, sent.batch.drafts, result.counts)
+        else:
+            require(result.counts is None, f"a step without drafts has Result.counts {result.counts!r}")
+        shaped = isinstance(ids, np.ndarray) and ids.shape == (count,) and np.issubdtype(ids.dtype, np.integer)
+        require(shaped, f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{count}] integers")
+        counts = [1] * count if result.counts is None else result.counts.tolist()
+        tokens = ids.tolist()
+        for seat, own, yields_token in zip(sent.seats, counts, sent.batch.yields_token.tolist(), strict=True):
             if yields_token:
-                self.tokens[seat.name].append(token)
-                seat.tokens.append(token)
+                self.tokens[seat.name] += tokens[:own]
+                seat.tokens += tokens[:own]
+            del tokens[:own]
         return result
+
+    def _collect_drafts(self, sent: Sent, drafts: Drafts, counts: Any) -> int:
+        """Check `Result.counts` of a step with drafts, and count what its rows got. Returns the number of tokens."""
+        told = f"of a step whose rows have {sent.batch.num_lines.tolist()} lines, Result.counts is {counts!r}"
+        require(isinstance(counts, np.ndarray) and counts.dtype == np.int32 and counts.shape == sent.batch.rows.shape, f"{told}; expected int32 [b]")
+        possible = (counts <= sent.batch.num_lines) & ((counts >= 1) | ~sent.batch.yields_token)
+        require(bool(possible.all()), f"{told}; expected 1 to that many, and 0 for rows that yield none")
+        for seat, count, drafted, own in zip(sent.seats, sent.batch.num_tokens.tolist(), drafts.counts.tolist(), counts.tolist(), strict=True):
+            seat.known += own
+            seat.computed += own if drafted else count
+        return int(counts.sum())
+
+    def check(self, drafts: Mapping[str, Sequence[int]], **others: int) -> Result:
+        """Run a step in which the named requests check these drafts, which may be none, beside so many tokens of `others`."""
+        self.submit({**dict.fromkeys(drafts, 1), **others}, drafts=drafts)
+        return self.collect()
 
     def run(self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0) -> Result:
         self.submit(counts, copies, shared)
@@ -200,8 +234,17 @@ class Bench:
 
     # How it is sent
 
-    def build(self, counts: Mapping[str, int], copies: Sequence[PageCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
+    def build(
+        self,
+        counts: Mapping[str, int],
+        copies: Sequence[PageCopy] = (),
+        shared: int = 0,
+        *,
+        late: bool = False,
+        drafts: Mapping[str, Sequence[int]] | None = None,
+    ) -> Batch:
         self.step += 1
+        own = [list((drafts or {}).get(name, ())) for name in counts]
         seats = [self.seats[name] for name in counts]
         appended, self._appended = self._appended, []
         added, self._added = self._added, []
@@ -215,10 +258,11 @@ class Bench:
             ).reshape(-1, 3),
             copies=tuple(copies),
             rows=np.array([seat.row for seat in seats], np.int32),
-            num_tokens=np.array(list(counts.values()), np.int32),
+            num_tokens=np.array([count + len(ids) for count, ids in zip(counts.values(), own, strict=True)], np.int32),
             yields_token=np.array([seat.computed + counts[seat.name] == seat.known for seat in seats], np.bool_),
             shared_prefix_blocks=shared * self.block_size // self.capacity.layout.groups[0].block_tokens,
             late=late,
+            drafts=None if drafts is None else Drafts(np.array([*map(len, own)], np.int32), np.array([id for ids in own for id in ids], np.int32)),
         )
 
     def _call(self, method: str, *arguments: Any) -> Any:

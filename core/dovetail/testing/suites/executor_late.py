@@ -35,8 +35,8 @@ class ExecutorLate(ExecutorSubject):
     @check("executor.masks", since="0.3", capability="masks")
     def test_masked_rows_sample_what_is_allowed_and_others_what_they_would(self) -> None:
         """A row sampled a token that its mask forbids; or not the most likely of two allowed ones, which it had sampled before; or a row without a
-        mask sampled another token than by itself, possibly after a step with a mask. `Masks.indices` are positions in the batch, not all of which
-        yield a token. `Masks.words` may be in other memory than `mask_words` returned."""
+        mask sampled another token than by itself, possibly after a step with a mask. `Masks.lines` are indices among lines: rows that
+        yield no token have none. `Masks.words` may be in other memory than `mask_words` returned."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             last = bench.capacity.vocab_size - 1

@@ -5,7 +5,8 @@ import shutil
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.executor import Executor, ExecutorContext
 from dovetail.config import EngineConfig
-from dovetail.errors import describe
+from dovetail.errors import UnsupportedError, describe
 from dovetail.parts import find_parts
 from dovetail.registry.models import resolve_model
 from dovetail.testing.binding import installed
@@ -24,6 +25,7 @@ from dovetail.testing.suites.footprint import child_processes
 
 SETTINGS: Mapping[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_memory": "8MiB"}
 LENGTHS = {"a": 11, "b": 2, "c": 37}  # of prompts: within a block, one step, over some blocks
+MOST_DRAFTS = 3  # of executors whose steps have drafts
 SEEDED: Mapping[str, Mapping[str, Any]] = {"b": {"temperature": 1.0}}  # the others are greedy
 
 
@@ -35,20 +37,20 @@ class ExecutorSubject(Suite):
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Two are observed instead of declared: "workers" (`start` starts processes), and "shared_prefix" (from `Capacity`)."""
-        if capability in ("workers", "shared_prefix"):
+        """Three are observed instead of declared: "workers" (`start` starts processes), "shared_prefix" and "drafts" (from `Capacity`)."""
+        if capability in ("workers", "shared_prefix", "drafts"):
             return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
         return super().declares(capability)
 
-    def _make(self, model_dir: Path | None = None) -> Executor:
+    def _make(self, model_dir: Path | None = None, max_drafts: int = 0) -> Executor:
         clock: Clock = VirtualClock() if self.capabilities.virtual_clock else WallClock()
-        executor: Executor = self.make(_context(self.model, clock, model_dir))
+        executor: Executor = self.make(_context(self.model, clock, model_dir, max_drafts))
         return executor
 
     @contextmanager
-    def _bench(self, model_dir: Path | None = None) -> Iterator[Bench]:
+    def _bench(self, model_dir: Path | None = None, max_drafts: int = 0) -> Iterator[Bench]:
         """Start an executor, and stop it at the end."""
-        executor = self._make(model_dir)
+        executor = self._make(model_dir, max_drafts)
         try:
             yield Bench(executor, executor.start())
         finally:
@@ -57,27 +59,30 @@ class ExecutorSubject(Suite):
     def _prompt(self, bench: Bench, name: str) -> list[int]:
         return bench.prompt(LENGTHS[name], variant=ord(name))
 
-    def _seat(self, bench: Bench, *names: str, rows: Mapping[str, int] | None = None) -> None:
+    def _seat(self, bench: Bench, *names: str, rows: Mapping[str, int] | None = None, room: int = 8) -> None:
         for name in names:
-            bench.add(name, self._prompt(bench, name), row=(rows or {}).get(name), **SEEDED.get(name, {}))
+            bench.add(name, self._prompt(bench, name), row=(rows or {}).get(name), room=room, **SEEDED.get(name, {}))
 
 
 @cache
 def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
     """Return the capabilities that only a started executor shows."""
-    before = set(child_processes())
-    with suite()._bench() as bench:
-        has = {"workers": bool(set(child_processes()) - before), "shared_prefix": bench.capacity.shared_prefix}
+    before, has = set(child_processes()), {}
+    for max_drafts in (MOST_DRAFTS, 0):
+        with suppress(UnsupportedError), suite()._bench(max_drafts=max_drafts) as bench:
+            capacity = bench.capacity
+            has = {"workers": bool(set(child_processes()) - before), "shared_prefix": capacity.shared_prefix, "drafts": capacity.max_lines > 0}
+            break
     return frozenset(name for name, there in has.items() if there)
 
 
-def _context(model: str, clock: Clock, model_dir: Path | None) -> ExecutorContext:
+def _context(model: str, clock: Clock, model_dir: Path | None, max_drafts: int) -> ExecutorContext:
     """Make a context as the engine does."""
     registry = installed(tuple(sys.path))
     config = EngineConfig.load({"model": model, **SETTINGS})
     parts = find_parts(config, registry)
     return ExecutorContext(
-        config=config.executor_config(model_dir or resolve_model(model, registry)),
+        config=replace(config.executor_config(model_dir or resolve_model(model, registry)), max_drafts=max_drafts),
         clock=clock,
         models=tuple(part.ref() for part in parts.models),
         attention=tuple(part.ref() for part in parts.attention),

@@ -15,6 +15,7 @@ from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.sampler_bench import Row
 from dovetail.testing.suites.sampler_graphs import SamplerGraphs
+from dovetail.testing.suites.sampler_lines import SamplerLines
 from dovetail.testing.suites.sampler_oracle import distribution, p_value
 from dovetail.testing.suites.sampler_requests import SamplerRequests
 from dovetail.testing.suites.sampler_rows import SORTS, VOCAB, mixed_rows
@@ -31,12 +32,12 @@ LARGEST_VOCAB = 2**17 + 2**14
 ASKED = (0, 1, 3, 100)  # logprobs
 
 
-class SamplerSuite(SamplerRules, SamplerRequests, SamplerGraphs):
+class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
     """Suite of samplers: sampled tokens and log-probabilities."""
 
     @check("sampler.output", since="0.1")
     def test_output(self) -> None:
-        """`sample` returns ids of the vocabulary as int64 [n], on the logits' device, in the order of `rows`; for no rows, none."""
+        """`sample` returns ids of the vocabulary as int64 [n], on the logits' device, in the order of `lines`; for no lines, none."""
         bench = self.bench([Row(np.eye(9)[i].tolist(), RowSampling(temperature=0.0)) for i in range(9)], places=[5, 0, 8, 1, 7, 2, 6, 3, 4])
         for some in ([8, 2, 3], [], list(range(9))):
             ids = bench.sample(some).token_ids

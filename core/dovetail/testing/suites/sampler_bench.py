@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, RowHistory, RowSampling, SampledTokens, Sampler, SamplerContext
+from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SampledTokens, Sampler, SamplerContext
 
 MakeSampler = Callable[[SamplerContext], Sampler]
 STALE = 7  # content of the history after a row's tokens
@@ -17,16 +17,22 @@ STALE = 7  # content of the history after a row's tokens
 
 @dataclass(frozen=True)
 class Row:
-    """One request at one moment."""
+    """One request at one moment, or one of its lines: after `drafts`."""
 
     logits: Sequence[float]
     sampling: RowSampling
     prompt: tuple[int, ...] = (0,)
     output: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.output, *self.drafts)
 
 
 class Bench:
-    """A sampler with `rows`, each at its index in the history (0, 1, … if not given)."""
+    """A sampler with `rows`, each at its index in the history (0, 1, … if not given). Neighbours with the same index are lines of one row, of which
+    the last has the most drafts."""
 
     def __init__(
         self,
@@ -39,41 +45,46 @@ class Bench:
     ) -> None:
         self.places = list(range(len(rows))) if places is None else list(places)
         self.max_rows = max(self.places) + 1
-        longest = max(len(r.prompt) + len(r.output) for r in rows) + 3
+        longest = max(len(r.tokens) for r in rows) + 3
 
         def made(*shape: int, value: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
-        self.history = RowHistory(made(self.max_rows, longest, value=STALE), made(self.max_rows, value=0), made(self.max_rows, value=0))
+        count = self.max_rows + 1
+        self.history = RowHistory(made(count, longest, value=STALE), made(count, value=0), made(count, value=0))
         for place, row in zip(self.places, rows, strict=True):
-            self.tell(place, row.prompt, row.output)
-        self.sampler = make(SamplerContext(device, len(rows[0].logits), self.history))
+            self.tell(place, row.prompt, row.output, row.drafts)
+        self.sampler = make(SamplerContext(device, len(rows[0].logits), self.history, max(len(r.drafts) for r in rows)))
         self.sampler.prepare(self.max_rows)
-        self.sampler.update([], [(place, row.sampling) for place, row in zip(self.places, rows, strict=True)])
+        self.sampler.update([], list({place: row.sampling for place, row in zip(self.places, rows, strict=True)}.items()))
         self.logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
-        self.rows, self.host_rows = torch.tensor(self.places, device=device), np.array(self.places, dtype=np.int32)
+        ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
+        self.lines, self.host_rows = Lines(torch.tensor(self.places, device=device), ahead), np.array(self.places, dtype=np.int32)
 
-    def tell(self, place: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+    def tell(self, place: int, prompt: Sequence[int], output: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Set the tokens of the history's row `place`."""
-        tokens = [*prompt, *output]
+        tokens = [*prompt, *output, *drafts]
         self.history.token_ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        self.history.num_tokens[place], self.history.prompt_lens[place] = len(tokens), len(prompt)
+        self.history.num_tokens[place], self.history.prompt_lens[place] = len(prompt) + len(output), len(prompt)
 
     def sample(self, some: Sequence[int] | None = None) -> SampledTokens:
-        """Sample from all rows, or from some, given by their index in the batch, in that order."""
+        """Sample from all lines, or from some, given by their index in the batch, in that order."""
         picked = list(range(len(self.places))) if some is None else list(some)
         index = torch.tensor(picked, dtype=torch.int64, device=self.logits.device)
-        return self.sampler.sample(self.logits[index], self.rows[index], self.host_rows[picked])
+        return self.sampler.sample(self.logits[index], Lines(*(each[index] for each in self.lines)), self.host_rows[picked])
 
     def tokens(self, some: Sequence[int] | None = None) -> list[int]:
         tokens: list[int] = self.sample(some).token_ids.tolist()
         return tokens
 
     def captured(self, capture: Capture, rows: Sequence[int] | None = None) -> SampledTokens:
-        """Return the result of `sample_captured`. `rows` may contain `max_rows`, which is padding, with the first row's logits."""
-        wanted = self.places if rows is None else list(rows)
-        where = [self.places.index(row) if row in self.places else 0 for row in wanted]
-        return self.sampler.sample_captured(self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device), capture)
+        """Return the result of `sample_captured`, for all lines, or for the first of each of `rows`, which may contain `max_rows`: padding, with the
+        first line's logits."""
+        if rows is None:
+            return self.sampler.sample_captured(self.logits.clone(), self.lines, capture)
+        where = [self.places.index(row) if row in self.places else 0 for row in rows]
+        lines = Lines(torch.tensor(rows, device=self.logits.device), self.lines.ahead[where])
+        return self.sampler.sample_captured(self.logits[where].clone(), lines, capture)
 
 
 def draws(

@@ -110,7 +110,7 @@ class SamplerGraphs(SamplerSubject):
         torch.cuda.synchronize()
         graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
         with torch.cuda.graph(graph):
-            out = bench.sampler.sample_captured(logits, bench.rows, capture)
+            out = bench.sampler.sample_captured(logits, bench.lines, capture)
         bench.sampler.update(bench.places, [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)])
         logits.copy_(bench.logits)
         graph.replay()

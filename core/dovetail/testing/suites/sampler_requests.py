@@ -114,13 +114,13 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The history, `rows` or `host_rows` was modified. The executor writes the history, after sampling; only logits may be overwritten."""
+        """The history, `lines` or `host_rows` was modified. The executor writes the history, after sampling; only logits may be overwritten."""
         rows = mixed_rows()
         bench = self.bench(rows, places=range(len(rows))[::-1])
         given = {name: getattr(bench.history, name) for name in ("token_ids", "num_tokens", "prompt_lens")}
-        given |= {"rows": bench.rows, "host_rows": torch.from_numpy(bench.host_rows)}
+        given |= {**bench.lines._asdict(), "host_rows": torch.from_numpy(bench.host_rows)}
         before = {name: values.clone() for name, values in given.items()}
-        bench.sampler.sample(bench.logits, bench.rows, bench.host_rows)
+        bench.sampler.sample(bench.logits, bench.lines, bench.host_rows)
         for name, values in given.items():
             require(torch.equal(values, before[name]), f"sample() changed {name}")
         bench.sampler.capture_for(bench.host_rows)

@@ -368,6 +368,7 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
         max_model_len=shape.max_model_len,
         seconds_per_step=shape.seconds_per_step,
         seconds_per_token=shape.seconds_per_token,
+        max_lines=0,
     )
     config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
     return FakeExecutor(options, ExecutorContext(config, clock))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import Lines, RowHistory, RowSampling, SamplerContext
 
 from dovetail_gumbel.noise import gumbel
 from dovetail_gumbel.sampler import RANK, GumbelSampler
@@ -37,4 +37,4 @@ def sample(sampling: RowSampling) -> int:
     sampler.prepare(1)
     sampler.update([], [(0, sampling)])
     row = np.zeros(1, np.int64)
-    return int(sampler.sample(torch.linspace(-1, 1, VOCAB)[None], torch.from_numpy(row), row).token_ids)
+    return int(sampler.sample(torch.linspace(-1, 1, VOCAB)[None], Lines(torch.from_numpy(row), torch.zeros(1, dtype=torch.int32)), row).token_ids)

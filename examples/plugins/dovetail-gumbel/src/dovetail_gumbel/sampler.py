@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.logprobs import top_logprobs
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
@@ -37,7 +37,7 @@ class GumbelArgs(BaseModel):
 
 
 class GumbelSampler(Sampler):
-    capabilities = SamplerCapabilities(extra_args_model=GumbelArgs)
+    capabilities = SamplerCapabilities(extra_args_model=GumbelArgs, drafts=True)
 
     def prepare(self, max_rows: int) -> None:
         self._parameters = np.zeros(max_rows, PARAMETERS)
@@ -55,22 +55,23 @@ class GumbelSampler(Sampler):
                 self._ruled[row] = sampling
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> SampledTokens:
+        lengths = self.context.history.lengths(lines)  # [n] tokens before each line
         scores = logits.double()  # [n, vocab]
         for index, row in enumerate(host_rows.tolist()):
             if row in self._ruled:
-                scores[index] = ruled(scores[index], self._ruled[row], self._seen(row))
-        token_ids = self._draw(scores, rows, self._parameters[host_rows])
+                scores[index] = ruled(scores[index], self._ruled[row], self._seen(row, int(lengths[index])))
+        token_ids = self._draw(scores, lengths - self.context.history.prompt_lens[lines.rows], self._parameters[host_rows])
         most = max(self._logprobs[host_rows].tolist(), default=-1)
         return SampledTokens(token_ids, None if most < 0 else top_logprobs(logits, token_ids, most))
 
-    def _draw(self, scores: torch.Tensor, rows: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
-        """scores [n, vocab] -> token ids [n]."""
+    def _draw(self, scores: torch.Tensor, positions: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
+        """scores [n, vocab], output positions [n] -> token ids [n]."""
         scores = scores.nan_to_num(nan=NEVER, posinf=-LEAST, neginf=NEVER)
         temperature = self._column(parameters, "temperature")
         scaled = (scores - scores.amax(1, keepdim=True).clamp(min=LEAST)) / temperature.where(temperature > 0, 1.0).clamp(min=1e-300)
         kept = self._kept(scaled, parameters)
-        perturbed = (scaled + self._noise(rows, parameters)).masked_fill_(~kept, NEVER)
+        perturbed = (scaled + self._noise(positions, parameters)).masked_fill_(~kept, NEVER)
         rank = torch.minimum(self._column(parameters, "rank"), kept.sum(1, keepdim=True) - 1)
         drawn = perturbed.topk(int(rank.max()) + 1, dim=1).indices.gather(1, rank) if len(rank) else rank
         return drawn.where(temperature > 0, scaled.argmax(1, keepdim=True)).squeeze(1)
@@ -89,18 +90,17 @@ class GumbelSampler(Sampler):
         kept[:, 0] = True
         return torch.zeros_like(kept).scatter_(1, tokens, kept)
 
-    def _noise(self, rows: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
-        """[n, vocab] for the output positions that the rows are at."""
-        history = self.context.history
-        positions = (history.num_tokens[rows] - history.prompt_lens[rows]).cpu().numpy().astype(np.uint64)
-        return torch.from_numpy(gumbel(parameters["seed"], positions, self.context.vocab_size)).to(rows.device)
+    def _noise(self, positions: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
+        """[n, vocab] for output positions [n]."""
+        noise = gumbel(parameters["seed"], positions.cpu().numpy().astype(np.uint64), self.context.vocab_size)
+        return torch.from_numpy(noise).to(positions.device)
 
     def _column(self, parameters: NDArray[np.void], name: str) -> torch.Tensor:
         """[n, 1]."""
         return torch.from_numpy(parameters[name].copy()).to(self.context.device)[:, None]
 
-    def _seen(self, row: int) -> Seen:
+    def _seen(self, row: int, length: int) -> Seen:
         history = self.context.history
-        tokens = history.token_ids[row, : int(history.num_tokens[row])].tolist()
+        tokens = history.token_ids[row, :length].tolist()
         prompt = int(history.prompt_lens[row])
         return Seen(tokens[:prompt], tokens[prompt:])

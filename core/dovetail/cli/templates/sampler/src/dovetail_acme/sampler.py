@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.logprobs import top_logprobs
 from numpy.typing import NDArray
 
@@ -18,7 +18,7 @@ class AcmeSampler(Sampler):
     """A sampler with all parameters of `RowSampling`, in the order given there. It draws the token with the largest sum of log-probability and Gumbel
     noise."""
 
-    capabilities = SamplerCapabilities()
+    capabilities = SamplerCapabilities(drafts=True)
 
     def prepare(self, max_rows: int) -> None:
         self._sampling = [RowSampling()] * max_rows
@@ -28,18 +28,19 @@ class AcmeSampler(Sampler):
             self._sampling[row] = sampling
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64]) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64]) -> SampledTokens:
         samplings = [self._sampling[row] for row in host_rows.tolist()]
+        lengths = self.context.history.lengths(lines)  # [n] tokens before each line
         scores = logits.double()  # [n, vocab]
         for index, row in enumerate(host_rows.tolist()):
             if has_rules(samplings[index]):
-                scores[index] = ruled(scores[index], samplings[index], *self._tokens(row))
-        token_ids = self._draw(scores, rows, samplings)
+                scores[index] = ruled(scores[index], samplings[index], *self._tokens(row, int(lengths[index])))
+        token_ids = self._draw(scores, lengths - self.context.history.prompt_lens[lines.rows], samplings)
         most = max((s.logprobs for s in samplings if s.logprobs is not None), default=None)
         return SampledTokens(token_ids, None if most is None else top_logprobs(logits, token_ids, most))
 
-    def _draw(self, scores: torch.Tensor, rows: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        """Draw token ids [n] from scores [n, vocab]."""
+    def _draw(self, scores: torch.Tensor, positions: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
+        """Draw token ids [n] for output positions [n] from scores [n, vocab]."""
 
         def column(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]  # [n, 1]
@@ -47,24 +48,22 @@ class AcmeSampler(Sampler):
         scores = scores.nan_to_num(nan=NEVER, posinf=-LEAST, neginf=NEVER)
         temperature = column([s.temperature for s in samplings])
         scaled = (scores - scores.amax(1, keepdim=True).clamp(min=LEAST)) / temperature.where(temperature > 0, 1.0).clamp(min=1e-300)
-        perturbed = scaled + self._noise(rows, samplings)
+        perturbed = scaled + self._noise(positions, samplings)
         if any(s.top_k or s.top_p < 1 or s.min_p for s in samplings):
             top_k = column([s.top_k or scores.shape[1] for s in samplings])
             kept = passing(scaled, top_k, column([s.top_p for s in samplings]), column([s.min_p for s in samplings]))
             perturbed.masked_fill_(~kept, NEVER)
         return torch.where(temperature > 0, perturbed, scaled).argmax(1)  # of equal ones the first
 
-    def _noise(self, rows: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        """Return noise [n, vocab] for the rows' output positions."""
-        history = self.context.history
-        positions = (history.num_tokens[rows] - history.prompt_lens[rows]).cpu().numpy().astype(np.uint64)
+    def _noise(self, positions: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
+        """Return noise [n, vocab] for output positions [n]."""
         seeds = np.array([s.seed % 2**64 for s in samplings], np.uint64)
-        return torch.from_numpy(gumbel(seeds, positions, self.context.vocab_size)).to(rows.device)
+        return torch.from_numpy(gumbel(seeds, positions.cpu().numpy().astype(np.uint64), self.context.vocab_size)).to(positions.device)
 
-    def _tokens(self, row: int) -> tuple[list[int], list[int]]:
-        """Return the tokens of prompt and output."""
+    def _tokens(self, row: int, length: int) -> tuple[list[int], list[int]]:
+        """Return the first `length` tokens of the row, by prompt and output."""
         history = self.context.history
-        known = history.token_ids[row, : int(history.num_tokens[row])].tolist()
+        known = history.token_ids[row, :length].tolist()
         prompt_len = int(history.prompt_lens[row])
         return known[:prompt_len], known[prompt_len:]
 

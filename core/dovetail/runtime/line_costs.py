@@ -1,0 +1,72 @@
+"""Measures what a decode step of n lines takes on a GPU, and what a draft model takes, so that the core knows what drafts cost (`Capacity`)."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+import torch
+
+from dovetail.api.executor import Drafts
+from dovetail.runtime.draft_model import DraftModel
+from dovetail.runtime.graphs import Graphs, Kind
+from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, empty_batch
+from dovetail.runtime.runner import DeviceSpan, Runner
+from dovetail.runtime.step_inputs import HostLines
+
+LINES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+DRAFTING_ROWS = (1, 4, 16, 64, 256)
+TIMES = 3
+
+
+@torch.inference_mode()
+def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
+    """Replay the decode graphs of some numbers of lines, of rows with few tokens, and return the median seconds of each. Empty if there are none, or
+    rows are too short for that. The KV pool must be allocated; rows are empty before and after, and what the first page holds is undefined."""
+    rows, costs = runner.rows, list[tuple[int, float]]()
+    for count in LINES:
+        graph = graphs.find(Kind.DECODE, count)
+        if graph is None or count > rows.max_lines:
+            break
+        batch = drafting_batch(rows, count)
+        drafts = int(batch.num_lines.max())
+        if (1 + TIMES) * drafts >= rows.max_len:  # each replay may accept all
+            break
+        rows.update(batch)
+        runner.sampler.update([], [(new.row, new.sampling) for new in batch.added])
+        step = graph.inputs.fill(HostLines.of(batch), 0)
+        graphs.replay(graph, step)  # meanwhile the host enqueues those that are measured
+        spans = list[DeviceSpan]()
+        for _ in range(TIMES):
+            spans.append(DeviceSpan(runner.device))
+            graphs.replay(graph)
+            spans[-1].close()
+        spans[-1].wait()
+        costs.append((count, median(span.seconds for span in spans)))
+        rows.update(empty_batch(removed=batch.rows))
+        runner.sampler.update(batch.rows.tolist(), [])
+    return tuple(costs)
+
+
+@torch.inference_mode()
+def draft_costs(runner: Runner, draft: DraftModel, drafts: int) -> tuple[tuple[int, float], ...]:
+    """Let the model propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by draft, the host's
+    work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
+    rows, costs = runner.rows, list[tuple[int, float]]()
+    most = min(rows.max_rows, rows.max_lines // (1 + drafts)) if 2 + drafts <= rows.max_len else 0
+    for count in sorted({count for count in DRAFTING_ROWS if count < most} | {most} - {0}):
+        asked, seconds = Drafts(np.full(count, drafts, np.int32), np.full(count * drafts, -1, np.int32)), list[float]()
+        batch = batch_of_drafts(rows, asked, known=2)
+        rows.update(batch)
+        runner.sampler.update([], [(new.row, new.sampling) for new in batch.added])
+        for _ in range(1 + (TIMES if runner.device.type == "cuda" else 1)):
+            draft.begin(batch)
+            started = runner.clock.now()
+            draft.propose(asked, batch.rows, runner.graphs)
+            if runner.device.type == "cuda":
+                torch.cuda.synchronize(runner.device)
+            seconds.append(runner.clock.now() - started)
+        costs.append((count, median(seconds[1:]) / drafts))
+        rows.update(empty_batch(removed=batch.rows))
+        runner.sampler.update(batch.rows.tolist(), [])
+    return tuple(costs)

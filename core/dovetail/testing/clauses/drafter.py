@@ -1,0 +1,25 @@
+"""The checks that hold the clauses of `dovetail.api.drafter`."""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+
+CLAUSES: Marks = {
+    "module": TOLD,
+    "DrafterContext": {"ids are 0 to": held("ids"), "is asked for at once": held("most"), "*": TOLD},
+    "Drafter": {
+        "one thread at a time": held("any_thread"),
+        "may only be proposed": held("client"),
+        "It sees all tokens": held("request_untouched", "deterministic"),
+        "*": TOLD,
+    },
+    "Drafter.propose": {
+        "the tokens that are likely": held("most", "ids", "raises_nothing"),
+        "microseconds": unchecked("suites don't judge times; the verdict's notes state the time of a request"),
+        "*": TOLD,
+    },
+    "Drafter.on_finished": held("forgets", "raises_nothing"),
+    "ModelDrafter": TOLD,
+    "ModelDrafter.model": held("model"),
+    "ModelDrafter.propose": held("model"),
+}

@@ -1,0 +1,372 @@
+"""`DrafterSuite`: checks that a drafter conforms to the contract of `dovetail.api.drafter`.
+
+Requests of several clients arrive, grow, pause, end and come again by a script, without an engine; whatever the drafter proposes changes nothing of
+it, as in an engine. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from numbers import Integral
+from types import ModuleType
+from typing import Any
+
+from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
+from dovetail.engine.live_request import LiveRequest
+from dovetail.errors import describe
+from dovetail.sampling_params import SamplingParams
+from dovetail.testing.checks import check, fail, require
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites.holding import reachable
+
+CONTEXT = DrafterContext(vocab_size=97, max_drafts=8, max_model_len=4096)
+CLIENTS = ("ann", "bob", "", None)
+STORIES = 12  # seeds of scripts
+TOPICS = 6  # openings that all texts share
+GONE = 200  # requests that end, in the check of what is kept
+GONE_TOKENS = 500  # of each
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A request arrives. `output`: what it will have generated, unless it ends before."""
+
+    name: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    client: str | None
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """`propose`, for requests that have begun and not ended."""
+
+    names: tuple[str, ...]
+    most: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """The next tokens of a request arrive."""
+
+    name: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """`on_finished`."""
+
+    name: str
+
+
+Act = Begin | Ask | Grow | End
+Answer = tuple[Ask, Any]  # a question, and what `propose` returned
+
+ODD: tuple[Act, ...] = (  # what an engine may ask, and a script seldom does
+    Begin("one", (5,), (), None),
+    Ask(("one",), (8,)),
+    Begin("never", (1, 2, 3), (), "ann"),
+    End("never"),
+    Begin("ends", (0, 96) * 3, (0, 96) * 40, "ann"),
+    Ask(("one", "ends"), (1, 8)),
+    Grow("ends", 1),
+    Ask(("ends", "one"), (1, 1)),
+    Ask(("ends",), (8,)),
+    Grow("ends", 60),  # it wasn't asked for in the meantime
+    Ask(("ends",), (8,)),
+    End("one"),
+    Begin("same", (7,) * 3000, (7,) * 1000, ""),
+    Ask(("same", "ends"), (8, 3)),
+    Grow("same", 1000),
+    Ask(("same",), (8,)),
+    End("ends"),
+    *(Begin(f"sample {n}", (1, 2, 3, 1, 2), (3, n, 1, 2, 3), "bob", parent="of three") for n in range(3)),
+    Ask(("sample 2", "sample 0", "sample 1", "same"), (1, 2, 3, 4)),
+    *(Grow(f"sample {n}", n) for n in range(3)),
+    Ask(("sample 0", "sample 1", "sample 2"), (8, 8, 8)),
+    *(End(name) for name in ("sample 1", "same", "sample 0", "sample 2")),
+    Begin("same", (1, 2), (3,), None),
+    Grow("same", 1),
+    Ask(("same",), (8,)),
+    End("same"),
+)
+
+
+class DrafterSuite(Suite):
+    """Scripts of requests whose texts have parts in common, with their own continuations."""
+
+    kind = "drafter"
+
+    def declares(self, capability: str) -> bool:
+        return issubclass(self.component_class, ModelDrafter) if capability == "model" else super().declares(capability)
+
+    @check("drafter.raises_nothing", since="0.1")
+    def test_any_request_has_an_answer(self) -> None:
+        """A method raised. Requests may have one token, thousands, or the same one always; grow by many tokens between two calls, or by none; be left
+        out of calls; be samples of one prompt; end without having been asked for; and their ids come again."""
+        self._play(ODD)
+        took: list[float] = []
+
+        def timed(method: Callable[[], Any]) -> Any:
+            started = time.perf_counter()
+            result = method()
+            took.append(time.perf_counter() - started)
+            return result
+
+        answers = [answer for seed in range(STORIES) for answer in self._play(_story(seed), call=timed)]
+        self.note(f"its own time: {1e6 * sum(took) / sum(len(ask.names) for ask, _ in answers):.0f} µs for each request of a call (not judged)")
+
+    @check("drafter.most", since="0.1")
+    def test_no_more_drafts_than_asked_for(self) -> None:
+        """`propose` returned more tokens for a request than `most` says, or not one sequence for each request, in order."""
+        for ask, drafts in self._answers():
+            require(
+                isinstance(drafts, Sequence) and len(drafts) == len(ask.names),
+                f"for {len(ask.names)} requests it returned {drafts!r:.200}, expected a sequence for each",
+            )
+            for most, tokens in zip(ask.most, drafts, strict=True):
+                require(hasattr(tokens, "__len__"), f"for a request it returned {tokens!r:.200}, expected a sequence of token ids")
+                require(len(tokens) <= most, f"it proposed {len(tokens)} tokens for a request, where {most} were asked for at most")
+
+    @check("drafter.ids", since="0.1")
+    def test_drafts_are_token_ids(self) -> None:
+        """A draft isn't a token id, an integer from 0 to `context.vocab_size` - 1. The engine drops all drafts of such a step."""
+        for _, drafts in self._answers():
+            for token in (token for tokens in drafts for token in tokens):
+                right = isinstance(token, Integral) and not isinstance(token, bool) and 0 <= int(token) < CONTEXT.vocab_size
+                require(right, f"it proposed {token!r:.200}, expected an id from 0 to {CONTEXT.vocab_size - 1}")
+
+    @check("drafter.deterministic", since="0.1")
+    def test_equal_calls_have_equal_answers(self) -> None:
+        """Two drafters that were called in the same way proposed different tokens. Draw no random numbers without a fixed seed, read no clock, and
+        don't depend on the order of sets."""
+        for seed in range(STORIES):
+            self._require_equal(self._play(_story(seed)), self._play(_story(seed)), "another drafter, called in the same way,")
+
+    @check("drafter.client", since="0.1")
+    def test_nothing_is_learned_from_other_clients(self) -> None:
+        """What was proposed for a client's requests depends on the texts of other clients, or of another request without a client: its user could
+        find out what others write. Keep what is learned by `request.client`; for None by request."""
+        for seed in range(STORIES):
+            for client in ("ann", None):
+                for name in self._names(_story(seed), client):
+                    owner = name if client is None else client
+                    one, other = _story(seed, ours=owner, others=1), _story(seed, ours=owner, others=2)
+                    mine = frozenset([name]) if client is None else frozenset(self._names(one, client))
+                    self._require_equal(self._play(one), self._play(other), f"with other texts of others, for client {client!r},", mine)
+                    if client is not None:
+                        break
+
+    @check("drafter.any_thread", since="0.1")
+    def test_any_thread_may_call(self) -> None:
+        """Called from another thread each time, it raised or proposed other tokens. Keep nothing by thread, and no lock from one call to the next."""
+        for seed in range(2):
+            self._require_equal(self._play(_story(seed)), self._play(_story(seed), call=_in_thread), "the same, called from threads in turn,")
+
+    @check("drafter.forgets", since="0.1")
+    def test_requests_that_ended_are_forgotten(self) -> None:
+        """After `on_finished` the drafter keeps a request or its id, proposes by the text of an earlier request with the same id, or keeps what no
+        other request may be given: the tokens of one without a client. Drop all of it; a server's memory would grow forever."""
+        subject = self._make()
+        names = {act.name for seed in range(STORIES) for act in _story(seed) if isinstance(act, Begin)}
+        for seed in range(STORIES):
+            self._play(_story(seed), subject)
+        for path, value in reachable(subject):
+            require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
+            require(not (isinstance(value, str) and value in names), f"{path} holds the id {value!r} after its request's end")
+        alone = [_story(seed, clients=(None,)) for seed in range(STORIES)]
+        for acts in alone:  # all have the same ids
+            self._require_equal(self._play(acts), self._play(acts, subject), "after requests with the same ids, which ended,")
+        sizes = []
+        for count in (20, GONE):
+            for number in range(count):
+                text = tuple(random.Random(number).choices(range(CONTEXT.vocab_size), k=GONE_TOKENS))
+                half = GONE_TOKENS // 2
+                asked = [Ask(("r",), (4,))] * (number % 2)
+                self._play((Begin("r", text[:half], text[half:], None), *asked, Grow("r", half), *asked, End("r")), subject)
+            sizes.append(_size(subject))
+        grown = sizes[1] - sizes[0]
+        require(grown < GONE * GONE_TOKENS, f"{GONE} requests of {GONE_TOKENS} tokens without a client, which ended, left {grown} bytes")
+
+    @check("drafter.request_untouched", since="0.1")
+    def test_requests_are_only_read(self) -> None:
+        """The drafter modified a request, its tokens or its parameters. They are the engine's: keep state about requests in your own dict, by id."""
+        for seed in range(STORIES):
+            self._play(_story(seed), watch=_Watch())
+
+    @check("drafter.model", since="0.1", capability="model")
+    def test_a_model_is_named(self) -> None:
+        """A `ModelDrafter` has no `model`, the name or directory of one, or drafts itself: the executor does."""
+        subject = self._make()
+        name = subject.model
+        require(isinstance(name, str) and name, f"model is {name!r}, expected the name or directory of one")
+        for _, drafts in self._play(ODD, subject):
+            require(not any(map(len, drafts)), f"propose returned {drafts!r:.200}, expected no drafts")
+
+    def _make(self) -> Any:
+        return self.make(CONTEXT)
+
+    def _answers(self) -> Iterator[Answer]:
+        yield from self._play(ODD)
+        for seed in range(STORIES):
+            yield from self._play(_story(seed))
+
+    @staticmethod
+    def _names(acts: Sequence[Act], client: str | None) -> list[str]:
+        return [act.name for act in acts if isinstance(act, Begin) and act.client == client]
+
+    def _play(
+        self,
+        acts: Sequence[Act],
+        drafter: Drafter | None = None,
+        *,
+        call: Callable[[Callable[[], Any]], Any] | None = None,
+        watch: _Watch | None = None,
+    ) -> list[Answer]:
+        """Play a script, and return what `propose` returned. `call` calls a method of the drafter."""
+        drafter = drafter or self._make()
+        requests: dict[str, LiveRequest] = {}
+        futures: dict[str, tuple[int, ...]] = {}
+        answers: list[Answer] = []
+        for act in acts:
+            if isinstance(act, Begin):
+                requests[act.name] = _request(act)
+                futures[act.name] = act.output
+            elif isinstance(act, Grow):
+                known = requests[act.name].output_token_ids
+                known.extend(array("q", futures[act.name][len(known) : len(known) + act.tokens]))
+            else:
+                if watch is not None:
+                    watch.before(requests.values())
+                method: Callable[[], Any]
+                if isinstance(act, Ask):
+                    method = partial(drafter.propose, [requests[name] for name in act.names], list(act.most))
+                else:
+                    method = partial(drafter.on_finished, requests[act.name])
+                try:
+                    result = method() if call is None else call(method)
+                except Exception as error:
+                    fail(f"{'propose' if isinstance(act, Ask) else 'on_finished'} raised {describe(error)}", error)
+                if watch is not None:
+                    watch.after(act)
+                if isinstance(act, Ask):
+                    answers.append((act, result))
+                else:
+                    del requests[act.name]
+        return answers
+
+    @staticmethod
+    def _require_equal(one: list[Answer], other: list[Answer], what: str, mine: frozenset[str] | None = None) -> None:
+        """Require equal drafts, of requests named in `mine` if given."""
+        for (ask, drafts), (_, others) in zip(one, other, strict=True):
+            for name, tokens, there in zip(ask.names, drafts, others, strict=True):
+                if mine is None or name in mine:
+                    require(list(tokens) == list(there), f"it proposed {list(tokens)} for a request; {what} it proposed {list(there)}")
+
+
+def _story(seed: int, *, ours: str = "", others: int = 0, clients: Sequence[str | None] = CLIENTS) -> list[Act]:
+    """Make a script. A text is a row of passages: one of a few openings, which all texts share, and a continuation of its own for each owner, a
+    client or a request without one. `others` changes the continuations of all owners but `ours`, and nothing else."""
+    chance = random.Random(seed)
+    openings = [chance.choices(range(CONTEXT.vocab_size), k=chance.randrange(2, 6)) for _ in range(TOPICS)]
+    lengths = [chance.randrange(3, 9) for _ in range(TOPICS)]
+
+    def text(owner: str, passages: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        for topic in chance.choices(range(TOPICS), k=passages):
+            own = random.Random(f"{seed} {owner} {topic} {others if owner != ours else ''}")
+            tokens += openings[topic] + own.choices(range(CONTEXT.vocab_size), k=lengths[topic])
+        return tuple(tokens[: max(1, len(tokens) - chance.randrange(4))])
+
+    acts: list[Act] = []
+    left: dict[str, int] = {}  # name -> output tokens to come
+    for number in range(10):
+        name, client = f"r{number}", chance.choice(clients)
+        owner = name if client is None else client
+        begin = Begin(name, text(owner, chance.randrange(1, 6)), text(owner, chance.randrange(1, 4)), client)
+        acts.append(begin)
+        left[name] = len(begin.output)
+        for _ in range(chance.randrange(4)):
+            _step(chance, acts, left)
+    while left:
+        _step(chance, acts, left)
+    return acts
+
+
+def _step(chance: random.Random, acts: list[Act], left: dict[str, int]) -> None:
+    """Ask for some requests; let some grow by a few tokens, and end those that are complete, or have waited long enough."""
+    asked = tuple(chance.sample(sorted(left), k=chance.randrange(len(left) + 1)))
+    if asked:
+        acts.append(Ask(asked, tuple(chance.randrange(1, CONTEXT.max_drafts + 1) for _ in asked)))
+    for name in chance.sample(sorted(left), k=chance.randrange(len(left) + 1)):
+        tokens = min(left[name], chance.choice((1, 1, 2, 5, CONTEXT.max_drafts + 1)))
+        acts.append(Grow(name, tokens))
+        left[name] -= tokens
+        if left[name] == 0 or chance.random() < 0.02:
+            acts.append(End(name))
+            del left[name]
+
+
+def _request(begin: Begin) -> LiveRequest:
+    most = max(1, len(begin.output))
+    return LiveRequest(begin.name, begin.prompt, SamplingParams(max_tokens=most), max_tokens=most, client=begin.client, parent=begin.parent)
+
+
+class _Watch:
+    """Compares requests after a call with what they were before."""
+
+    def before(self, requests: Iterable[LiveRequest]) -> None:
+        self._known = {request: self._state(request) for request in requests}
+
+    def after(self, act: Act) -> None:
+        for request, before in self._known.items():
+            for field, value in self._state(request).items():
+                require(value == before[field], f"after {act}, {field} of a request is {value!r:.200}, and was {before[field]!r:.200}")
+
+    @staticmethod
+    def _state(request: LiveRequest) -> dict[str, Any]:
+        fields = ("id", "client", "parent", "params", "prompt_token_ids", "max_tokens", "priority", "num_computed", "in_flight", "__class__")
+        return {"output_token_ids": list(request.output_token_ids), **{name: getattr(request, name) for name in fields}}
+
+
+def _in_thread(method: Callable[[], Any]) -> Any:
+    """Call a method in a new thread."""
+    result: list[Any] = []
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(method())
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return result[0]
+
+
+def _size(thing: object) -> int:
+    """Return the bytes of all objects reachable from `thing`, without classes, modules and functions."""
+    seen: set[int] = set()
+    queue, total = [thing], 0
+    while queue:
+        value = queue.pop()
+        if id(value) in seen or isinstance(value, type | ModuleType) or callable(value):
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        queue += gc.get_referents(value)
+    return total

@@ -1,0 +1,215 @@
+"""Drafters with one thing wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
+from dovetail.request import Request
+from tests.conformance.mutants import mutant
+
+RUN = 2  # tokens that are looked up
+
+
+class Lookup(Drafter):
+    """Right in itself: continues as a request's own text did after its last two tokens, or an earlier answer to its client."""
+
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.answers: dict[Any, list[int]] = defaultdict(list)
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [self.draft(request)[:limit] for request, limit in zip(requests, most, strict=True)]
+
+    def draft(self, request: Request) -> list[int]:
+        own = self.text(request)
+        for text in (own, self.learned(request)):
+            for place in range(len(text) - 1, RUN - 1, -1):
+                if text[place - RUN : place] == own[-RUN:]:
+                    return text[place : place + self.context.max_drafts]
+        return []
+
+    def text(self, request: Request) -> list[int]:
+        return [*request.prompt_token_ids, *request.output_token_ids]
+
+    def learned(self, request: Request) -> list[int]:
+        return [] if request.client is None else self.answers.get(request.client, [])
+
+    def on_finished(self, request: Request) -> None:
+        if request.client is not None:
+            self.answers[request.client] += request.output_token_ids
+
+
+@mutant(caught_by="drafter.raises_nothing")
+class ExpectsAnOutput(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        assert all(request.output_token_ids[-1] >= 0 for request in requests)
+        return super().propose(requests, most)
+
+
+@mutant(caught_by="drafter.raises_nothing")
+class KnowsOnlyWhomItWasAskedFor(Lookup):
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.asked: set[str] = set()
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        self.asked |= {request.id for request in requests}
+        return super().propose(requests, most)
+
+    def on_finished(self, request: Request) -> None:
+        self.asked.remove(request.id)
+        super().on_finished(request)
+
+
+@mutant(caught_by="drafter.most")
+class AlwaysProposesAsManyAsItCan(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [self.draft(request) for request in requests]
+
+
+@mutant(caught_by="drafter.most")
+class LeavesOutRequestsWithoutDrafts(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [draft for draft in super().propose(requests, most) if draft]
+
+
+@mutant(caught_by="drafter.ids")
+class PadsWithAnIdBeyondAll(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        pad = self.context.vocab_size
+        return [(draft + [pad] * limit)[:limit] for draft, limit in zip(super().propose(requests, most), most, strict=True)]
+
+
+@mutant(caught_by="drafter.ids")
+class AsksForTheExecutorsModel(Lookup):
+    """-1 is the executor's business."""
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [[-1] * limit for limit in most]
+
+
+@mutant(caught_by="drafter.ids")
+class ProposesFractions(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [[token / 1 for token in draft] for draft in super().propose(requests, most)]  # type: ignore[misc]
+
+
+@mutant(caught_by="drafter.deterministic")
+class Guesses(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [[random.SystemRandom().randrange(self.context.vocab_size)] * limit for limit in most]
+
+
+@mutant(caught_by="drafter.client")
+class LearnsFromAll(Lookup):
+    def learned(self, request: Request) -> list[int]:
+        return [token for answer in self.answers.values() for token in answer]
+
+
+@mutant(caught_by="drafter.client")
+class TakesNoClientForOne(Lookup):
+    def learned(self, request: Request) -> list[int]:
+        return self.answers.get(request.client, [])
+
+    def on_finished(self, request: Request) -> None:
+        self.answers[request.client] += request.output_token_ids
+
+
+@mutant(caught_by="drafter.client")
+class TakesTheEmptyNameForNone(Lookup):
+    def learned(self, request: Request) -> list[int]:
+        return self.answers.get(request.client or "", [])
+
+
+@mutant(caught_by="drafter.client")
+class CopiesFromItsNeighbour(Lookup):
+    """Of a request without a draft, it takes the one before it in the call."""
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        drafts = super().propose(requests, most)
+        return [(draft or drafts[index - 1])[: most[index]] for index, draft in enumerate(drafts)]
+
+
+@mutant(caught_by="drafter.any_thread")
+class RemembersByThread(Lookup):
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.local = threading.local()
+
+    def learned(self, request: Request) -> list[int]:
+        return getattr(self.local, f"of {request.client}", [])
+
+    def on_finished(self, request: Request) -> None:
+        if request.client is not None:
+            setattr(self.local, f"of {request.client}", [*self.learned(request), *request.output_token_ids])
+
+
+@mutant(caught_by="drafter.forgets")
+class KeepsRequests(Lookup):
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.seen: list[Request] = []
+
+    def on_finished(self, request: Request) -> None:
+        self.seen.append(request)
+        super().on_finished(request)
+
+
+@mutant(caught_by="drafter.forgets")
+class KeepsTextsById(Lookup):
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.texts: dict[str, list[int]] = {}
+
+    def text(self, request: Request) -> list[int]:
+        own = self.texts.setdefault(request.id, list(request.prompt_token_ids))
+        own += request.output_token_ids[len(own) - request.prompt_tokens :]
+        return own
+
+
+@mutant(caught_by="drafter.forgets")
+class KeepsAnswersThatItMayNotUse(Lookup):
+    def on_finished(self, request: Request) -> None:
+        self.answers[request.client] += request.output_token_ids
+
+
+@mutant(caught_by="drafter.request_untouched")
+class AppendsItsDrafts(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        drafts = super().propose(requests, most)
+        for request, draft in zip(requests, drafts, strict=True):
+            request.output_token_ids.extend(draft[:1])  # type: ignore[attr-defined]
+        return drafts
+
+
+@mutant(caught_by="drafter.request_untouched")
+class MarksWhatHasEnded(Lookup):
+    def on_finished(self, request: Request) -> None:
+        super().on_finished(request)
+        request.client = "(ended)"
+
+
+class Named(ModelDrafter):
+    @property
+    def model(self) -> str:
+        return "demo"
+
+
+@mutant(caught_by="drafter.model")
+class NamesNoModel(Named):
+    @property
+    def model(self) -> str:
+        return ""
+
+
+@mutant(caught_by="drafter.model")
+class DraftsItself(Named):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [[0]] * len(requests)

@@ -1,0 +1,133 @@
+"""Speculation changes no token: random requests give what they give without it, whoever drafts, under any circumstances of the engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail import LLMEngine, SamplingParams, Structured
+from dovetail.api.clock import VirtualClock
+from dovetail.front.outputs import RequestOutput
+from tests.e2e import drafting
+from tests.registry.fakes import Site
+from tests.registry.site import site  # noqa: F401
+from tests.support import FULL
+
+torch.set_num_threads(1)
+
+DRAFTERS = [*drafting.NAMES, "ngram", "suffix"]
+MODEL: dict[str, Any] = {"model": "demo", "max_model_len": 96}
+WAYS: dict[str, dict[str, Any]] = {
+    "one step at a time": {"executor": {"max_in_flight": 1}},
+    "overlap": {"executor": {"max_in_flight": 3}},
+    "small memory": {"block_size": 8, "executor": {"num_blocks": 12, "max_in_flight": 2}},
+    "small steps": {"max_num_batched_tokens": 12, "max_num_seqs": 4, "executor": {"max_in_flight": 2}},
+    "one request at a time": {"max_num_seqs": 1, "executor": {"max_in_flight": 2}},
+    "no reuse": {"kv_cache": {"name": "prefix", "reuse": False}, "scheduler": "vtc", "executor": {"max_in_flight": 2}},
+}
+EACH = 56 if FULL else 12  # requests of an engine
+PAIRS = list(product(DRAFTERS, WAYS)) if FULL else list(zip(DRAFTERS, WAYS, strict=True))  # 2,016 requests, or 72
+OPENINGS = ("ROMEO:\n", "the king and the queen and the king and", "First Citizen:\nWe are", "O, she doth teach the torches to burn", "A")
+RULES = (
+    Structured(regex="[a-f]{3,30}!"),
+    Structured(choice=["the lord", "the lordship", "a lady"]),
+    Structured(json_schema={"type": "object", "properties": {"name": {"enum": ["Romeo", "Juliet"]}}, "required": ["name"]}),
+)
+
+
+def request(seed: int) -> tuple[str, SamplingParams]:
+    """Return a random prompt and parameters."""
+    chance = random.Random(seed)
+
+    def sometimes(share: float, value: Any, otherwise: Any = None) -> Any:
+        return value if chance.random() < share else otherwise
+
+    prompt = chance.choice(OPENINGS) * chance.choice((1, 1, 3, 6))
+    rule = sometimes(0.15, chance.choice(RULES))
+    params: dict[str, Any] = {
+        "seed": seed,
+        "output_kind": "final",
+        "max_tokens": chance.choice((1, 2, 12, 32, 48, 48)),
+        "temperature": chance.choice((0.0, 0.0, 0.5, 1.0, 2.0)),
+        "n": chance.choice((1, 1, 1, 3)),
+        "top_k": sometimes(0.3, chance.choice((1, 5, 40))),
+        "top_p": sometimes(0.3, chance.choice((0.3, 0.9))),
+        "min_p": sometimes(0.2, 0.1),
+        "repetition_penalty": sometimes(0.3, chance.choice((0.8, 1.3))),
+        "presence_penalty": sometimes(0.2, 1.0, 0.0),
+        "frequency_penalty": sometimes(0.2, chance.choice((-0.5, 0.7)), 0.0),
+        "logit_bias": sometimes(0.1, {70: 3.0, 75: -100.0}),
+        "stop": sometimes(0.2, chance.choice(("th", "\n", " the ", "e,"))),
+        "include_stop_str_in_output": sometimes(0.5, True, False),
+        "stop_token_ids": sometimes(0.2, [chance.randrange(60, 90)]),
+        "bad_words": sometimes(0.2, ["the", " and", "e"]),
+        "logprobs": sometimes(0.3, chance.choice((0, 3))),
+        "prompt_logprobs": sometimes(0.1, 2),
+        "max_drafts": sometimes(0.3, chance.choice((0, 1, 3, 100))),
+        "structured": rule,
+    }
+    if rule is None:
+        params["ignore_eos"] = sometimes(0.5, True, False)
+        params["min_tokens"] = sometimes(0.3, min(params["max_tokens"], chance.choice((1, 12))), 0)
+        params["allowed_token_ids"] = sometimes(0.1, [*range(60, 110)])
+    return prompt, SamplingParams(**params)
+
+
+def seeds_of(pair: tuple[str, str]) -> range:
+    start = EACH * PAIRS.index(pair)
+    return range(start, start + EACH)
+
+
+@cache
+def without() -> list[RequestOutput]:
+    """The answers of an engine without speculation, by seed."""
+    with LLMEngine.from_config(MODEL) as engine:
+        return answers_of(engine, range(EACH * len(PAIRS)))
+
+
+def answers_of(engine: LLMEngine, seeds: Sequence[int]) -> list[RequestOutput]:
+    outputs: dict[str, RequestOutput] = {}
+    for seed in seeds:
+        engine.add_request(str(seed), *request(seed))
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert engine.core.dead is None
+    engine.core.kv.check_integrity()
+    assert not engine.core.kv.counts.held, "blocks that nobody holds"
+    return [outputs[str(seed)] for seed in seeds]
+
+
+@pytest.mark.parametrize(("drafter", "way"), PAIRS)
+def test_answers_are_those_without_drafts(drafter: str, way: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    drafting.install(site)
+    answers: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for output in without():
+        answers.setdefault(tuple(output.prompt_token_ids), []).extend(sample.token_ids for sample in output.outputs)
+    monkeypatch.setattr(drafting, "ANSWERS", answers)
+    config = {**MODEL, **WAYS[way], "executor": {"name": "free", **WAYS[way]["executor"]}}
+    with LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0}) as engine:
+        seeds = seeds_of((drafter, way))
+        for again in (seeds, seeds[::3]):  # the second time it finds prefixes that it has computed
+            for seed, output in zip(again, answers_of(engine, again), strict=True):
+                require_same(output, without()[seed], f"request {seed}: {request(seed)}")
+        stats = engine.stats()
+    assert stats.draft_tokens > sum(stats.accepted_drafts)
+    assert sum(stats.accepted_drafts) > 0 or drafter == "random"
+    assert stats.preemptions > 0 or way != "small memory"
+
+
+def require_same(one: RequestOutput, other: RequestOutput, what: str) -> None:
+    for sample, expected in zip(one.outputs, other.outputs, strict=True):
+        assert list(sample.token_ids) == list(expected.token_ids), what
+        assert (sample.text, sample.finish_reason, sample.stop_reason) == (expected.text, expected.finish_reason, expected.stop_reason), what
+        assert (sample.logprobs is None) == (expected.logprobs is None), what
+        for position, there in zip(sample.logprobs or (), expected.logprobs or (), strict=True):
+            assert list(position) == list(there), what
+            assert [entry.logprob for entry in position.values()] == pytest.approx([entry.logprob for entry in there.values()], abs=1e-3), what
+            assert [entry.rank for entry in position.values()] == [entry.rank for entry in there.values()], what
