@@ -50,7 +50,7 @@ def run(records: Iterable[RequestRecord], *, name: str = "a", seed: int = 0, **c
     """With a step at each whole second until the last token."""
     requests = tuple(records)
     end = max((float(r.token_times_s[-1]) for r in requests if len(r.token_times_s)), default=0.0)
-    rows = [(float(second), 0.5, 2, 3, 20, 3, 3, 4, 1, second % 2, 40, 50, 10, 0.0) for second in range(1, int(end) + 2 if end else 1)]
+    rows = [(float(second), 0.5, 2, 3, 20, 3, 3, 4, 1, second % 2, 40, 50, 10, 0.0, 0, 0, 0) for second in range(1, int(end) + 2 if end else 1)]
     return RunResult(name, "made", "by hand", seed, SETTINGS, StepTimes("linear", 0.03, "12 steps"), requests, Timeline.of_rows(rows), **changes)
 
 

@@ -70,6 +70,16 @@ def test_known_step_times_are_found_out(found: Calibration, rows: list[tuple[int
     assert found.profile.make().seconds(shape(*rows)) == pytest.approx(TRUE.seconds(shape(*rows)), rel=0.02)
 
 
+def test_costs_of_lines_are_carried_and_no_draft_disturbs_the_grid() -> None:
+    plain = calibrate(pretended(), quick=True).profile
+    drafting = calibrate({**pretended(), "speculation": {"drafter": "simulated", "max_drafts": 4}}, quick=True).profile
+    costs = dict(drafting.line_costs)
+    assert not plain.line_costs
+    assert (costs[1], costs[16]) == pytest.approx((0.004, 0.005), rel=1e-3)
+    assert drafting.model_copy(update={"line_costs": ()}) == plain
+    assert StepTimeProfile.load(drafting.model_dump(mode="json")) == drafting
+
+
 def test_the_stated_error_is_that_of_steps_which_were_held_out(found: Calibration) -> None:
     assert found.complete
     assert found.profile.error is not None

@@ -74,19 +74,22 @@ def test_a_damaged_run_is_rejected_by_name(tmp_path: Path, damage: Callable[[Any
         RunResult.load(path)
 
 
-def test_a_run_of_before_there_were_grammars_is_one_without(tmp_path: Path) -> None:
+def test_a_run_of_before_there_were_grammars_and_drafts_is_one_without(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     run([record(0, 0.2, grammar=True)]).save(path)
     document = json.loads(path.read_text())
     del document["requests"]["grammar"], document["timeline"]["masks_s"]
+    for column in ("draft_rows", "draft_tokens", "accepted_drafts"):
+        del document["timeline"][column]
     path.write_text(json.dumps(document))
     old = RunResult.load(path)
     assert not old.requests[0].grammar
     assert not old.timeline.masks_s.any()
+    assert not old.timeline.draft_tokens.any()
 
 
 def test_a_storm_is_a_stretch_in_which_more_was_recomputed_than_computed_anew() -> None:
-    calm, storm = (0.0, 0.1, 0, 1, 4, 1, 1, 0, 2, 0, 9, 1, 0, 0.0), (0.0, 0.1, 0, 1, 4, 1, 1, 0, 3, 1, 9, 1, 0, 0.0)
+    calm, storm = (0.0, 0.1, 0, 1, 4, 1, 1, 0, 2, 0, 9, 1, 0, 0.0, 0, 0, 0), (0.0, 0.1, 0, 1, 4, 1, 1, 0, 3, 1, 9, 1, 0, 0.0, 0, 0, 0)
     assert [Timeline.of_rows(rows).storms(2) for rows in ([], [storm], [storm, calm], [storm, storm], [storm, storm, calm, calm])] == [0, 0, 0, 1, 1]
 
 

@@ -114,7 +114,7 @@ def test_each_run_has_a_new_router() -> None:
 
 def test_a_timeline_of_replicas_sums_what_is_and_keeps_what_was_done() -> None:
     def line(*times: float) -> Timeline:
-        return Timeline.of_rows([(time, 0.5, 1, 2, 10, 3, 3, 0, 0, 0, 90, 8, 2, 0.1) for time in times])
+        return Timeline.of_rows([(time, 0.5, 1, 2, 10, 3, 3, 0, 0, 0, 90, 8, 2, 0.1, 0, 0, 0) for time in times])
 
     both = Timeline.of_replicas([line(1.0, 3.0), line(2.0)], num_blocks=100)
     np.testing.assert_array_equal(both.time_s, [1.0, 2.0, 3.0])

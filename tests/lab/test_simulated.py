@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from dovetail.api.scheduler import Step
 from dovetail.errors import ConfigError, DovetailError, PolicyError, UnsupportedError
+from dovetail_lab.metrics import measure
+from dovetail_lab.recording import Recorder
 from dovetail_lab.replicas import replay_replicas
 from dovetail_lab.routers import parse_router
 from dovetail_lab.simulate import replay
@@ -127,6 +129,137 @@ def test_an_engine_that_plans_at_once_takes_up_an_arrival_a_step_later() -> None
     assert at_once.token_times_s[0] - late.token_times_s[0] == pytest.approx(seconds((1, 10)), rel=0.01)
 
 
+SPECULATION = {"drafter": "simulated", "max_drafts": 4}
+FREE = [[1, 0.01], [512, 0.01]]  # costs of lines with which the engine checks as many drafts as it may
+
+
+def ends(count: int, acceptance: float | None, *, token_s: float = 1e-4, **options: Any) -> tuple[float, int]:
+    """Return when `count` requests at once have ended, and after how many steps; `acceptance`: of drafts, None: without speculation."""
+    requests = [request(index, prompt=10, output=101) for index in range(count)]
+    step_time = {"kind": "linear", "base_s": 0.01, "per_token_s": token_s}
+    changes = {} if acceptance is None else {"speculation": SPECULATION}
+    executor = {"step_time": step_time, "acceptance": (acceptance or 0.0,), **options}
+    result = run(requests, executor=executor, max_num_seqs=64, max_num_batched_tokens=1024, **changes)
+    assert all(len(record.token_times_s) == 101 for record in result.requests)
+    return max(record.finished_s for record in result.requests), len(result.timeline.time_s)
+
+
+def test_accepted_drafts_save_steps_which_take_as_long_as_their_lines_do() -> None:
+    assert ends(1, 1.0) == (pytest.approx(0.01 + 10 * 1e-4 + 20 * (0.01 + 5 * 1e-4)), 21)
+    assert ends(1, 1.0, draft_s=1e-3) == (pytest.approx(0.01 + 10 * 1e-4 + 20 * (0.01 + 5 * 1e-4 + 4e-3)), 21)
+
+
+def test_drafts_are_accepted_as_often_as_the_simulation_says() -> None:
+    _, steps = ends(8, 0.5, token_s=1e-6)
+    length = 1 + sum(0.5**place for place in range(1, 5))
+    assert 101 / length < steps < 1.5 * 101 / length  # the slowest of 8
+
+
+@pytest.mark.parametrize(("count", "token_s"), [(1, 1e-4), (64, 1e-4), (64, 2e-3)])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3])
+def test_speculation_costs_little_where_it_does_not_pay(count: int, token_s: float, acceptance: float) -> None:
+    without, _ = ends(count, None, token_s=token_s)
+    assert ends(count, acceptance, token_s=token_s)[0] <= 1.03 * without
+
+
+def test_steps_with_drafts_take_what_as_many_lines_were_measured_to_take() -> None:
+    model = {"kind": "linear", "base_s": 0.01, "per_token_s": 1e-4}
+    dear, cheap = ({"name": "mine", "step_time": model, "line_costs": [[1, 0.01], [5, seconds]]} for seconds in (0.1, 0.012))
+    assert ends(1, 1.0, step_time=cheap) == (pytest.approx(0.011 + 20 * 0.012), 21)
+    assert ends(1, 1.0, step_time=dear)[1] == 101, "drafts don't pay"
+    assert ends(1, 1.0, step_time=dear, line_costs=FREE) == (pytest.approx(0.011 + 20 * 0.1), 21), "and the engine doesn't know it"
+
+
+@examples(quick=3, full=100)
+@given(odds=st.lists(st.floats(0, 1), min_size=1, max_size=4), seed=st.integers(0, 2**32))
+def test_a_draft_is_accepted_with_the_probability_of_its_place(odds: list[float], seed: int) -> None:
+    requests = [request(index, prompt=4, output=400) for index in range(2)]
+    result = run(requests, executor={"acceptance": odds, "line_costs": FREE}, speculation=SPECULATION, max_num_seqs=1, seed=seed)
+    drafts, accepted = result.timeline.draft_tokens, result.timeline.accepted_drafts
+    assert drafts.max() == 4
+    for place in range(4):
+        tried = int(((drafts > place) & (accepted >= place)).sum())
+        right, share = int((accepted > place).sum()), odds[min(place, len(odds) - 1)]
+        assert abs(right - share * tried) <= 5 * (tried * share * (1 - share)) ** 0.5 + 1e-9
+
+
+def test_drafts_go_on_after_prompts_that_filled_a_step() -> None:
+    requests = [request(0, output=401), *(request(index, 0.5, prompt=100, output=1) for index in range(1, 4))]
+    result = run(requests, executor={"acceptance": 1.0, "line_costs": FREE}, speculation=SPECULATION, overlap=True)
+    assert result.timeline.prefill_tokens.max() >= 60, "of 64 in a step"
+    assert len(np.unique(result.requests[0].token_times_s)) < 401 / 4
+
+
+def test_requests_of_a_trace_have_an_acceptance_of_their_own() -> None:
+    requests = [request(index, 10.0 * index, output=101, acceptance=share) for index, share in enumerate((0.0, 1.0, None))]
+    result = run(requests, executor={"acceptance": 0.5, "line_costs": FREE}, speculation=SPECULATION)
+    never, always, often = (len(np.unique(record.token_times_s)) for record in result.requests)
+    assert (never, always) == (101, 21)
+    assert always < often < never
+
+
+def test_metrics_tell_how_long_accepted_drafts_are() -> None:
+    result = run([request(0, output=101)], executor={"acceptance": 1, "line_costs": FREE}, speculation=SPECULATION)
+    metrics = measure(result)
+    assert (metrics.draft_rows, metrics.draft_tokens, metrics.accepted_drafts) == (20, 80, 80)
+    assert metrics.acceptance_length == metrics.tokens_per_step == 5
+    plain = measure(run([request(0, output=101)]))
+    assert plain.tokens_per_step == 1
+    assert np.isnan(plain.acceptance_length)
+
+
+@examples(quick=3, full=100)
+@given(share=st.floats(0, 1), blocks=st.integers(128, 300), seed=st.integers(0, 2**32))
+def test_with_speculation_a_trace_has_the_same_tokens_every_time(share: float, blocks: int, seed: int) -> None:
+    """Whatever is accepted, preempted, and found in the cache."""
+    requests = [request(index, 0.02 * index, prompt=10 + 7 * index, output=20 + 30 * index, spans=(Span(5, 0, 8),)) for index in range(8)]
+
+    def tokens(**changes: Any) -> dict[str, list[tuple[float, int]]]:
+        found: dict[str, list[tuple[float, int]]] = {}
+        take = Recorder.take
+
+        def taken(recorder: Recorder, delivery: Any) -> None:
+            for one, token in zip(delivery.requests, delivery.token_ids, strict=True):
+                found.setdefault(one.id, []).append((one.last_token_time, token))
+            take(recorder, delivery)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Recorder, "take", taken)
+            run(
+                requests,
+                executor={"num_blocks": blocks, "acceptance": share, "line_costs": FREE},
+                seed=seed,
+                overlap=True,
+                kv_cache="prefix",
+                **changes,
+            )
+        return found
+
+    drafted, again, plain = tokens(speculation=SPECULATION), tokens(speculation=SPECULATION), tokens()
+    assert drafted == again
+    assert {name: [token for _, token in own] for name, own in drafted.items()} == {name: [token for _, token in own] for name, own in plain.items()}
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"acceptance": []}, "acceptance"),
+        ({"acceptance": 1.5}, "acceptance"),
+        ({"acceptance": [0.5, -0.1]}, "acceptance"),
+        ({"acceptance": float("nan")}, "acceptance"),
+        ({"acceptance": "often"}, "acceptance"),
+        ({"line_costs": [[1, 0.1]]}, "two or more"),
+        ({"line_costs": [[2, 0.1], [1, 0.2]]}, "ascending"),
+        ({"line_costs": [[1, 0.1], [2, 0.0]]}, "above 0"),
+        ({"line_costs": [[1, 0.1], [2, float("inf")]]}, "line_costs"),
+        ({"step_time": {"name": "mine", "step_time": LINEAR, "line_costs": [[0, 0.1], [2, 0.1]]}}, "line_costs: expected"),
+    ],
+)
+def test_impossible_drafts_are_refused_by_name(option: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run([request(0)], executor=option, speculation=SPECULATION)
+
+
 def test_policies_see_the_limit_and_the_guess_but_never_the_true_length(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int | None, int]] = []
     monkeypatch.setattr(FCFS, "on_arrival", lambda _, one: seen.append((one.max_tokens, one.predicted_tokens, one.output_left)))
@@ -205,6 +338,8 @@ def test_a_step_that_takes_no_time_is_refused() -> None:
 
 _SAVE = """
 import sys
+from dovetail_lab.metrics import measure
+from dovetail_lab.recording import Recorder
 from dovetail_lab.replicas import replay_replicas
 from dovetail_lab.routers import parse_router
 from dovetail_lab.simulate import replay

@@ -51,6 +51,13 @@ def test_a_bad_row_of_a_table_is_named(row: str, message: str, tmp_path: Path) -
     assert error_of(tmp_path, f"{HEADER}0,1,1\n{row}\n") == message
 
 
+def test_an_acceptance_is_a_probability_or_none(tmp_path: Path) -> None:
+    columns = parse_columns("prompt=in,output=out,acceptance=share")
+    requests = load_trace(written(tmp_path, "in,out,share\n1,2,0.7\n3,4,\n"), columns=columns)
+    assert [request.acceptance for request in requests] == [0.7, None]
+    assert "trace:2: column share: expected a probability from 0 to 1, got '1.5'" in error_of(tmp_path, "in,out,share\n1,2,1.5\n", columns=columns)
+
+
 def test_an_id_that_no_file_could_hold_is_named(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     message = "trace: item 1: expected ids and clients that are text, got half a surrogate pair in 'a\\ud83d/0'"

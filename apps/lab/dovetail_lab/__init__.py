@@ -12,9 +12,15 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="simulated",
             target="dovetail_lab.simulated:SimulatedExecutor",
-            api="0.5",
+            api="0.6",
             options="dovetail_lab.simulated:SimulatedOptions",
             summary="Simulation: a step-time model advances a virtual clock, without a model",
+        ),
+        ComponentSpec(
+            kind="drafter",
+            name="simulated",
+            target="dovetail_lab.drafting:SimulatedDrafter",
+            summary="Drafts of the executor `simulated`, right by chance",
         ),
         ComponentSpec(
             kind="observer",

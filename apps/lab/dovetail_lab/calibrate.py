@@ -347,6 +347,7 @@ def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
     return {
         "kv_tokens": capacity.num_pages * capacity.layout.block_size,
         "cache_groups": measured_groups(capacity.layout),
+        "line_costs": capacity.line_costs,
         "max_in_flight": engine.core.max_in_flight,
         "machine": capacity.details.get("device", capacity.details.get("step times", "unknown")),
         "model": f"{config.model} ({capacity.details.get('model', 'unknown')})",

@@ -84,7 +84,7 @@ class Feeder:
         """Add a request that arrives at `arrival` on the engine's clock. Returns False if it was rejected."""
         capacity = self._engine.capacity
         if self._simulated is not None:
-            self._simulated.expect(request.id, _answer(request, capacity.vocab_size))
+            self._simulated.expect(request.id, _answer(request, capacity.vocab_size), request.acceptance)
             self._constraints = [_constraint(self._simulated, request, arrival)] if request.grammar else []
         try:
             self._engine.add_request(

@@ -135,6 +135,11 @@ class RunMetrics:
     grammars: int  # number of requests with a grammar
     masks_s: float  # delay of steps by grammars
     masks_share: float  # `masks_s` as a share of the duration
+    draft_rows: int  # number of times that a request checked drafts in a step
+    draft_tokens: int  # drafts that they checked
+    accepted_drafts: int
+    acceptance_length: float  # tokens that a request gets from a step in which it checks drafts; NaN without
+    tokens_per_step: float  # tokens that a decoding request gets from a step; NaN without decodes
     sessions: Summary  # durations of completed sessions in seconds
     all_sessions: int  # number of sessions
 
@@ -168,6 +173,9 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
     timeline = result.timeline
     steps = (begin <= timeline.time_s) & (timeline.time_s < end)
     masks = float(timeline.masks_s[steps].sum())
+    drafting, drafts, accepted, decodes = (
+        int(column[steps].sum()) for column in (timeline.draft_rows, timeline.draft_tokens, timeline.accepted_drafts, timeline.decode_tokens)
+    )
     sessions = session_s(records)
     rejected = sum(record.finish_reason == "rejected" for record in records)
     return RunMetrics(
@@ -191,6 +199,11 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
         grammars=sum(record.grammar for record in records),
         masks_s=masks,
         masks_share=_rate(masks, duration),
+        draft_rows=drafting,
+        draft_tokens=drafts,
+        accepted_drafts=accepted,
+        acceptance_length=1 + accepted / drafting if drafting else np.nan,
+        tokens_per_step=decodes / (decodes - accepted) if decodes else np.nan,
         sessions=Summary.of(np.array(list(sessions.values()), np.float64)),
         all_sessions=len(sessions),
     )

@@ -30,7 +30,7 @@ class Recorder:
         self._records: dict[str, RequestRecord] = {}
         self._steps: list[tuple[float, ...]] = []
         self._simulated = core.executor if isinstance(core.executor, SimulatedExecutor) else None
-        self._counted: tuple[float, ...] = (0,) * 8  # counts at the end of the last step
+        self._counted: tuple[float, ...] = (0,) * 11  # counts at the end of the last step
         self._num_steps = 0
 
     def take(self, delivery: Delivery) -> None:
@@ -86,10 +86,14 @@ class Recorder:
             stats.preemptions,
             stats.device_s,
             0.0 if self._simulated is None else self._simulated.masks_s,
+            stats.draft_rows,
+            stats.draft_tokens,
+            sum(stats.accepted_drafts),
         )
-        *counts, device_s, masks_s = [after - then for after, then in zip(self._counted, before, strict=True)]
+        *counts, device_s, masks_s, rows, drafts, accepted = [after - then for after, then in zip(self._counted, before, strict=True)]
         blocks = stats.blocks
-        self._steps.append((time_s, device_s, stats.waiting, stats.running, *counts, blocks.free, blocks.held, blocks.cached, masks_s))
+        state = blocks.free, blocks.held, blocks.cached
+        self._steps.append((time_s, device_s, stats.waiting, stats.running, *counts, *state, masks_s, rows, drafts, accepted))
 
     def _finished(self, request: Request, finish: Finish, time_s: float) -> None:
         scheduled = request.first_scheduled_time

@@ -23,7 +23,7 @@ from dovetail_lab.writing import write_whole
 SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
 FORMAT = 1  # of the file; raised when older readers can no longer read it
 # Columns that older files lack, with their defaults.
-ADDED = {"grammar": False, "masks_s": 0.0, "replica": 0, "session": None, "waited": False}
+ADDED = {"draft_rows": 0, "draft_tokens": 0, "accepted_drafts": 0, "grammar": False, "masks_s": 0.0, "replica": 0, "session": None, "waited": False}
 
 Times = NDArray[np.float64]
 
@@ -87,6 +87,9 @@ class Timeline:
     kv_held: NDArray[np.int64]
     kv_cached: NDArray[np.int64]
     masks_s: Times  # delay of its end by grammars: masks that took longer than the model, planning that waited for them
+    draft_rows: NDArray[np.int64]  # requests that checked drafts
+    draft_tokens: NDArray[np.int64]  # drafts that they checked
+    accepted_drafts: NDArray[np.int64]  # those that were right; they count in decode_tokens, others don't
 
     def __len__(self) -> int:
         return len(self.time_s)

@@ -173,7 +173,7 @@ class Rig:
         name = f"calibration-{self._made}"
         self._made += 1
         prompt = self._random.integers(1, self.engine.capacity.vocab_size, prompt_tokens)
-        params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL)
+        params = SamplingParams(max_tokens=output_tokens, max_drafts=0, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL)
         ids, begun = prompt.tolist(), self.engine.now()
         self.engine.add_request(name, ids, params)
         self.taking_in.append(self.engine.now() - begun)

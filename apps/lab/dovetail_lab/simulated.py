@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from dovetail.api.clock import VirtualClock
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, NewRow, Result
+from dovetail.api.executor import Batch, Capacity, Drafts, Executor, ExecutorCapabilities, ExecutorContext, Masks, NewRow, Result
 from dovetail.api.kv_cache import KVLayout
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.kv_layout import PlannedLayout
@@ -23,12 +23,14 @@ from dovetail_lab.grammars import SimulatedGrammars
 from dovetail_lab.model_sizes import ModelSizes
 from dovetail_lab.roofline import RooflineStepTime
 from dovetail_lab.step_profile import StepTimeProfile, chance
-from dovetail_lab.step_time import StepShape, Windows
+from dovetail_lab.step_time import PiecewiseStepTime, Seconds, StepShape, Windows, ascending
+from dovetail_lab.traces.request import stream_of
 
 DEFAULT_BLOCK_SIZE = 16
 OVERLAPPED = 2  # default number of steps in flight
 CORE_STREAM, LAUNCH_STREAM = 1, 2  # of random numbers
-FILLER_ID = 1  # token id that a request repeats if no answer was set
+MOST_LINES = 512
+FILLER = np.ones(1, np.int32)  # a request's answer if none was set
 
 
 class SimulatedOptions(BaseModel):
@@ -62,13 +64,31 @@ class SimulatedOptions(BaseModel):
     mask_row_s: float = Field(1e-4, ge=0, allow_inf_nan=False, description="Time of a CPU core to fill a row's mask, with all cores busy.")
     mask_cores: int = Field(16, ge=1, description="CPU cores that fill masks.")
     accept_s: float = Field(2.2e-6, ge=0, allow_inf_nan=False, description="Time to pass a token to a row's grammar.")
+    acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (0.8,),
+        min_length=1,
+        description="Probability that a draft of the drafter `simulated` is accepted if those before it are: a number, or a list by place in the "
+        "step, the last of which holds for all further places. A request of the trace with `acceptance` has its own.",
+    )
+    line_costs: Annotated[tuple[tuple[int, Seconds], ...], AfterValidator(ascending)] = Field(
+        (),
+        description="(lines, seconds) by which the engine chooses how many drafts to check, however long such steps take. If all seconds are "
+        "equal, it checks as many as it may. Unset: as the step times have them.",
+    )
+    draft_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="Device time of the drafter `simulated` for each draft of the row with most.")
+    max_lines: int | None = Field(None, ge=1, description="Tokens that a step with drafts can sample. Unset: as executor `local`.")
     late_sampling_s: float = Field(3.5e-4, ge=0, allow_inf_nan=False, description="Time to submit the sampling of a step with grammars.")
+
+    @field_validator("acceptance", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int | float) else value
 
 
 @dataclass(slots=True)
 class _Pending:
     step: int
-    token_ids: NDArray[np.int64]
+    token_ids: NDArray[np.int64]  # [rows], -1 for none; with drafts [lines]
     shape: StepShape
     ready: float  # when the core started to submit it
     launched: float  # when it had submitted it
@@ -76,7 +96,10 @@ class _Pending:
     results_s: float  # until they are delivered
     late_s: float  # delay of its submission by grammars
     sampled: float | None  # when its sampling was submitted, with masks; None: not yet; -inf if the step isn't late
-    masked: int = 0  # number of rows with tokens to pass to grammars
+    rows: NDArray[np.int32]
+    lines: NDArray[np.intp]  # index in the batch of the row of each line
+    drafts: Drafts | None
+    masked: int = 0  # number of lines with tokens to pass to grammars
 
 
 class SimulatedExecutor(Executor):
@@ -103,7 +126,7 @@ class SimulatedExecutor(Executor):
         self._core_late_s = self._device_late_s = 0.0  # current delays of core and device by grammars
         self._left = 0.0  # when the core last returned from here
         self.together: Callable[[float, float], tuple[float, float]] | None = None  # for devices in lockstep: (ready, seconds) -> (start, seconds)
-        self._expected: dict[str, NDArray[np.int32]] = {}
+        self._expected: dict[str, tuple[NDArray[np.int32], tuple[float, ...]]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
         rows = context.config.max_num_seqs
@@ -111,11 +134,15 @@ class SimulatedExecutor(Executor):
         self._position = np.zeros(rows, np.int64)  # of the next answer
         self._last = np.zeros(rows, np.int64)  # position of the last token of the answer
         self._answers = np.zeros((rows, 1), np.int64)
+        self._streams: dict[int, int] = {}  # row -> the stream of random numbers for its drafts
+        self._odds: dict[int, tuple[float, ...]] = {}  # row -> probability that a draft is accepted, by place
+        self._line_time = PiecewiseStepTime(points=self.profile.line_costs) if self.profile.line_costs else None
         self._windows: Windows = ()
 
-    def expect(self, request_id: str, answer: NDArray[np.int32]) -> None:
-        """Set a request's answer: ids [at least 1], the last of which is repeated as needed. No other component sees it."""
-        self._expected[request_id] = answer
+    def expect(self, request_id: str, answer: NDArray[np.int32], acceptance: float | None = None) -> None:
+        """Set a request's answer: ids [at least 1], the last of which is repeated as needed, and the probability that a simulated draft of it is
+        accepted; None: as the options say. No other component sees them."""
+        self._expected[request_id] = answer, self.options.acceptance if acceptance is None else (acceptance,)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -134,6 +161,8 @@ class SimulatedExecutor(Executor):
         config = self.context.config
         planned = self._planned_layout()
         layout = layout_of(self.profile.cache_groups, self._block_size, config.max_model_len) if planned is None else planned.layout
+        seqs, drafts = config.max_num_seqs, config.max_drafts
+        max_lines = self.options.max_lines or max(seqs, min(seqs * (1 + drafts), config.max_num_batched_tokens, MOST_LINES))
         num_pages = self.options.num_blocks or self._measured_pages(layout)
         self._windows = windows_of(layout)
         return Capacity(
@@ -142,6 +171,8 @@ class SimulatedExecutor(Executor):
             layout=layout,
             vocab_size=self.options.vocab_size,
             max_model_len=config.max_model_len or pool_tokens(layout, num_pages),
+            max_lines=max_lines if drafts else 0,
+            line_costs=self._told_costs(max_lines) if drafts else (),
             details={"step times": self.profile.name} | ({} if planned is None or len(layout.groups) == 1 else {"kv_groups": planned.describe()}),
         )
 
@@ -178,14 +209,25 @@ class SimulatedExecutor(Executor):
         for new in batch.added:
             self._begin(new)
         rows = batch.rows
-        shape = StepShape.of(batch.num_tokens, self._computed[rows], self._windows)
-        self._computed[rows] += batch.num_tokens
-        token_ids = self._answers[rows, np.minimum(self._position[rows], self._last[rows])]
-        token_ids[~batch.yields_token] = -1
-        self._position[rows] += batch.yields_token
-        seconds = self.options.step_time_factor * self._step_time.seconds(shape)
-        if not 0.0 < seconds < np.inf:
-            raise DovetailError(f"step times {self.profile.name!r}: step time must be positive and finite, got {seconds} for {shape}")
+        new_tokens, context, drafts = batch.num_tokens, self._computed[rows], batch.drafts
+        lines = np.repeat(np.arange(len(rows)), batch.num_lines)
+        ahead = np.zeros(len(lines), np.int64) if drafts is None else _ahead(batch.num_lines)
+        of_lines = self._answers[rows[lines], np.minimum(self._position[rows[lines]] + ahead, self._last[rows[lines]])]
+        if drafts is None:
+            token_ids = np.full(len(rows), -1, np.int64)
+            token_ids[lines] = of_lines
+            self._computed[rows] += new_tokens
+            self._position[rows] += batch.yields_token
+        else:  # the device computes each line as a decode of its own; what is accepted is known when the results are
+            token_ids, repeats = of_lines, 1 + drafts.counts
+            new_tokens = np.repeat(np.where(drafts.counts > 0, 1, new_tokens), repeats).astype(np.int32)
+            context = np.repeat(context, repeats) + _ahead(repeats)
+            self._computed[rows] += np.where(drafts.counts > 0, 0, batch.num_tokens)
+        shape, seconds = self._seconds(new_tokens, context)
+        if drafts is not None and self._line_time is not None and not shape.prefill_rows:
+            seconds += self._line_seconds(shape.tokens) - self._short_seconds(shape.tokens)
+        if drafts is not None and (drafts.token_ids < 0).any():
+            seconds += self.options.draft_s * int(drafts.counts.max())
         regime = self._rule.regime(shape)
         core_s = self.profile.planning_s(shape.rows, len(batch.added))
         if self.profile.core_spread is not None:
@@ -197,7 +239,8 @@ class SimulatedExecutor(Executor):
         results_s = self.profile.delivering_s(shape.rows)
         ready = self.clock.now() + core_s
         sampled = None if batch.late else -np.inf
-        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, self._core_late_s, sampled))
+        times = ready, ready + launch_s, seconds, results_s, self._core_late_s, sampled
+        self._pending.append(_Pending(batch.step, token_ids, shape, *times, rows, lines, drafts))
         if launch_s:  # the core is busy meanwhile, and sees the previous step's end late
             self.clock.wait_until(ready + launch_s)
         self._left = self.clock.now()
@@ -208,8 +251,9 @@ class SimulatedExecutor(Executor):
         pending = self._oldest(handle)
         if pending.sampled is not None:
             raise DovetailError(f"executor simulated: step {handle} has been sampled already")
-        count, options = len(masks.indices), self.options
-        _apply(masks, pending.token_ids, options.vocab_size)
+        count, options = len(masks.lines), self.options
+        places = slice(None) if pending.drafts is not None else pending.lines
+        pending.token_ids[places] = _allowed(masks, pending.token_ids[places], options.vocab_size)
         filling_s = options.mask_row_s * -(-count // options.mask_cores)
         free = self._entered() - self._core_late_s
         pending.sampled = max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
@@ -242,7 +286,8 @@ class SimulatedExecutor(Executor):
             self._core_late_s = self._left - max(free_core, self._seen(free, free_core) + pending.results_s)
             self._accepting_s += pending.masked * self.options.accept_s
         self._last_ended = last_ended
-        return Result(pending.step, pending.token_ids, ended - seconds, ended)
+        token_ids, counts = self._yielded(pending)
+        return Result(pending.step, token_ids, ended - seconds, ended, counts=counts)
 
     def check(self) -> None:
         """No-op: there is no device to lose."""
@@ -250,6 +295,53 @@ class SimulatedExecutor(Executor):
     def stop(self) -> None:
         self._pending.clear()
         self._expected.clear()
+
+    def _seconds(self, new_tokens: NDArray[np.int32] | NDArray[np.int64], context: NDArray[np.int64]) -> tuple[StepShape, float]:
+        """Return the shape of a step, and its time on the device. Raises `DovetailError` for an impossible time."""
+        shape = StepShape.of(new_tokens, context, self._windows)
+        seconds = self.options.step_time_factor * self._step_time.seconds(shape)
+        if not 0.0 < seconds < np.inf:
+            raise DovetailError(f"step times {self.profile.name!r}: step time must be positive and finite, got {seconds} for {shape}")
+        return shape, seconds
+
+    def _short_seconds(self, lines: int) -> float:
+        """Return the time of a step of as many decodes without context, by the model of step times."""
+        return self._seconds(np.ones(lines, np.int64), np.zeros(lines, np.int64))[1]
+
+    def _line_seconds(self, lines: int) -> float:
+        """Return the measured time of a step of `lines` lines with short contexts; by the model if there is none."""
+        if self._line_time is None:
+            return self._short_seconds(lines)
+        return self.options.step_time_factor * self._line_time.seconds(StepShape(lines, lines, 0, 0, lines, 0))
+
+    def _told_costs(self, max_lines: int) -> tuple[tuple[int, float], ...]:
+        """Return `Capacity.line_costs`."""
+        return self.options.line_costs or tuple((lines, self._line_seconds(lines)) for lines in _sizes(max_lines))
+
+    def _yielded(self, pending: _Pending) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
+        """Return the tokens of a step, and how many each row yields if it has drafts, whose rows advance now."""
+        if pending.drafts is None:
+            return pending.token_ids, None
+        tokens, ids = iter(pending.token_ids.tolist()), iter(pending.drafts.token_ids.tolist())
+        lines = np.bincount(pending.lines, minlength=len(pending.rows)).tolist()
+        yielded: list[int] = []
+        counts: list[int] = []
+        for row, drafts, num_lines in zip(pending.rows.tolist(), pending.drafts.counts.tolist(), lines, strict=True):
+            of_row, guesses = [next(tokens) for _ in range(num_lines)], [next(ids) for _ in range(drafts)]
+            accepted = next((place for place, guess in enumerate(guesses) if not self._accepts(row, place, guess, of_row[place])), drafts)
+            kept = of_row[: 1 + accepted]
+            yielded += kept
+            counts.append(len(kept))
+            self._position[row] += len(kept)
+            self._computed[row] += len(kept) if drafts else 0
+        return np.array(yielded, np.int64), np.array(counts, np.int32)
+
+    def _accepts(self, row: int, place: int, draft: int, token: int) -> bool:
+        """Return True if a draft is right: by chance if it is the simulated drafter's, which depends on its position in the answer."""
+        if draft >= 0:
+            return draft == token
+        odds = self._odds[row]
+        return chance(self.context.config.seed, int(self._position[row]) + place, self._streams[row]) < odds[min(place, len(odds) - 1)]
 
     def _oldest(self, handle: int) -> _Pending:
         if not self._pending or self._pending[0].step != handle:
@@ -283,9 +375,7 @@ class SimulatedExecutor(Executor):
         return self.clock.now() + self._accepting_s
 
     def _begin(self, new: NewRow) -> None:
-        answer = self._expected.get(new.request_id)
-        if answer is None:
-            answer = np.array([FILLER_ID], np.int32)
+        answer, self._odds[new.row] = self._expected.get(new.request_id, (FILLER, self.options.acceptance))
         if len(answer) > self._answers.shape[1]:
             more = len(answer) - self._answers.shape[1]
             self._answers = np.pad(self._answers, ((0, 0), (0, more)))
@@ -293,11 +383,23 @@ class SimulatedExecutor(Executor):
         self._last[new.row] = len(answer) - 1
         self._position[new.row] = len(new.token_ids) - new.prompt_len
         self._computed[new.row] = new.computed
+        self._streams[new.row] = stream_of("drafts", self.context.config.seed, new.request_id)
 
 
-def _apply(masks: Masks, token_ids: NDArray[np.int64], vocab_size: int) -> None:
-    """Replace tokens [b] that are forbidden by their mask with the next allowed ids."""
-    tokens = token_ids[masks.indices]
-    bits = masks.words[np.arange(len(tokens)), tokens >> 5] >> (tokens & 31).astype(np.uint32) & np.uint32(1)
-    for line in np.flatnonzero(bits == 0).tolist():
-        token_ids[masks.indices[line]] = next_allowed(int(tokens[line]), masks.words[line], vocab_size)
+def _ahead(counts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return 0, 1, … for each of `counts`, one after the other."""
+    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _sizes(most: int) -> list[int]:
+    """Return powers of two below `most`, and `most`."""
+    return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
+
+
+def _allowed(masks: Masks, tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    """Return the tokens of all lines; the next allowed id for one that its mask forbids."""
+    allowed, masked = tokens.copy(), tokens[masks.lines]
+    bits = masks.words[np.arange(len(masked)), masked >> 5] >> (masked & 31).astype(np.uint32) & np.uint32(1)
+    for index in np.flatnonzero(bits == 0).tolist():
+        allowed[masks.lines[index]] = next_allowed(int(masked[index]), masks.words[index], vocab_size)
+    return allowed

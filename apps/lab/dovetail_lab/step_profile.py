@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from dovetail.errors import ConfigError
 from dovetail_lab.cache_layout import MeasuredGroup
@@ -28,6 +28,7 @@ from dovetail_lab.step_time import (
     StepShape,
     StepTimeModel,
     TableStepTime,
+    ascending,
 )
 from dovetail_lab.writing import write_whole
 
@@ -118,6 +119,11 @@ class StepTimeProfile(Described):
     )
     cache_groups: tuple[MeasuredGroup, ...] = Field(
         default=(), description="Its layers by window, full attention first. Unset: all have full attention."
+    )
+    line_costs: Annotated[tuple[tuple[int, Seconds], ...], AfterValidator(ascending)] = Field(
+        default=(),
+        description="(lines, device seconds) of decode steps with short contexts, as the measured engine saw them when it started with speculation; "
+        "a line is a token that a step samples. Unset: as `step_time` has them.",
     )
     max_in_flight: int | None = Field(
         default=None, ge=1, le=8, description="Maximum number of steps in flight in the measured engine; 1 without overlap. Unset: unknown."

@@ -54,6 +54,10 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
     if metrics.grammars:
         delayed = f"their masks delayed steps by {seconds(metrics.masks_s)} s, {metrics.masks_share:.1%} of the time"
         lines = (*lines, f"{metrics.grammars} of {metrics.requests} requests had a grammar; {delayed}")
+    if metrics.draft_tokens:
+        accepted = f"{metrics.accepted_drafts / metrics.draft_tokens:.1%} of {metrics.draft_tokens} drafts accepted"
+        lengths = f"acceptance length {metrics.acceptance_length:.3g}, {metrics.tokens_per_step:.3g} tokens a request and decode step"
+        lines = (*lines, f"{accepted}: {lengths}")
     if metrics.goodput is None:
         return lines
     return (*lines, f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met the objectives")

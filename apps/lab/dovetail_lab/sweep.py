@@ -21,7 +21,7 @@ from dovetail_lab.writing import as_csv
 RATE = "scale_rate"  # axis of --rates, not a key of the engine
 LATENCIES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p50", "e2e_p99")  # seconds
 COUNTS = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens")
-RATES = ("request_rate", "output_rate", "device_share")
+RATES = ("request_rate", "output_rate", "device_share", "acceptance_length", "tokens_per_step")
 ARRIVALS = "arrival_rate"  # arriving requests per second, served or not
 
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dovetail_lab.sweep import GridResult
 
 TABLE_FILE = "sweep.csv"
-_SHOWN = ("arrival_rate", "completed", "ttft_mean", "ttft_p99", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p99", "output_rate", "slo_met")
+_LATENCIES = ("ttft_mean", "ttft_p99", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p99")
+_SHOWN = ("arrival_rate", "completed", *_LATENCIES, "output_rate", "tokens_per_step", "slo_met")
 _MANY = 10_000  # limit on points
 
 
@@ -109,7 +110,8 @@ def print_rows(rows: Sequence[GridResult], seeds: int) -> None:
 
 def _table(rows: Sequence[GridResult]) -> tuple[list[str], list[list[str]]]:
     """Return the header, and a row of texts per point, with equally many decimals within a column."""
-    shown = [name for name in _SHOWN if name in rows[0].figures]
+    drafts = any(row.figures.get("tokens_per_step", 1) > 1 for row in rows)
+    shown = [name for name in _SHOWN if name in rows[0].figures and (drafts or name != "tokens_per_step")]
     columns = [_column(name, [row.figures[name] for row in rows]) for name in shown]
     cells = zip(*columns, strict=True) if columns else [()] * len(rows)
     return [*rows[0].point.values, *shown], [[*row.point.values.values(), *own] for row, own in zip(rows, cells, strict=True)]

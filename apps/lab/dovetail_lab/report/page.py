@@ -144,6 +144,9 @@ def _counts(runs: Mapping[str, Sequence[RunResult]], measured: Mapping[str, Sequ
     }
     if any(one.grammars for of_policy in measured.values() for one in of_policy):
         columns |= {"with a grammar": total("grammars"), "lost to masks": [per_cent(share) for share in mean("masks_share")]}
+    if any(one.draft_tokens for of_policy in measured.values() for one in of_policy):
+        columns |= {"drafts": total("draft_tokens"), "accepted": total("accepted_drafts")}
+        columns |= {"acceptance length": evenly(mean("acceptance_length")), "tokens a step": evenly(mean("tokens_per_step"))}
     return list(columns), list(zip(measured, map(list, zip(*columns.values(), strict=True)), strict=True))
 
 

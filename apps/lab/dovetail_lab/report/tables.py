@@ -81,7 +81,8 @@ def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
         for percentile in PERCENTILES:
             yield name, run.seed, f"{metric}_s", f"p{percentile}", of_metric.percentiles[percentile]
     counts = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens", "grammars")
-    for figure in (*counts, "duration_s", "request_rate", "output_rate", "total_rate", "device_share", "masks_s", "masks_share"):
+    drafts = ("draft_tokens", "accepted_drafts", "acceptance_length", "tokens_per_step")
+    for figure in (*counts, "duration_s", "request_rate", "output_rate", "total_rate", "device_share", "masks_s", "masks_share", *drafts):
         yield name, run.seed, figure, "", getattr(metrics, figure)
 
 

@@ -138,6 +138,17 @@ def as_tokens(source: Source, line: int, column: str, value: Any, least: int = 1
     return as_whole(source, line, column, value, least, MOST_TOKENS)
 
 
+def as_share(source: Source, line: int, column: str, value: Any) -> float:
+    """Return a probability."""
+    try:
+        share = _number(value)
+    except (TypeError, ValueError, OverflowError):
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise source.error(f"expected a probability from 0 to 1, got {shown(value)}", line, column)
+    return share
+
+
 def as_whole(source: Source, line: int, column: str, value: Any, least: int, most: int) -> int:
     """Return a whole number; "12" and 12.0 are accepted, 12.5, true and "" are not."""
     try:

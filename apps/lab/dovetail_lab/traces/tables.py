@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dovetail_lab.traces.reading import UNITS, Contents, Located, Source, TraceError, as_seconds, as_tokens, as_whole, without_failed
+from dovetail_lab.traces.reading import UNITS, Contents, Located, Source, TraceError, as_seconds, as_share, as_tokens, as_whole, without_failed
 from dovetail_lab.traces.request import TraceRequest
 
 _MEANS = {  # field of a column map -> field of `TraceRequest`
@@ -23,6 +23,7 @@ _MEANS = {  # field of a column map -> field of `TraceRequest`
     "tbt": "tbt_s",
     "max_tokens": "max_tokens",
     "predicted": "predicted_tokens",
+    "acceptance": "acceptance",
 }
 FIELDS = tuple(_MEANS)
 _REQUIRED = ("prompt", "output")
@@ -138,4 +139,6 @@ def _parser(source: Source, field: str, column: Column, least: int) -> Callable[
         return lambda line, cell: as_whole(source, line, column.name, cell, -_PRIORITIES, _PRIORITIES) if cell else 0
     if field in ("max_tokens", "predicted"):
         return lambda line, cell: as_tokens(source, line, column.name, cell) if cell else None
+    if field == "acceptance":
+        return lambda line, cell: as_share(source, line, column.name, cell) if cell else None
     return lambda line, cell: cell or ("" if field == "id" else None)
