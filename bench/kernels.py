@@ -28,7 +28,7 @@ import torch
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext
-from dovetail.api.sampler import Capture, RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm, rms_norm
@@ -288,6 +288,11 @@ def make_sampler(rows: int, samplings: Sequence[RowSampling]) -> DefaultSampler:
     return sampler
 
 
+def lines_of(rows: int) -> Lines:
+    """A line of each row, without drafts."""
+    return Lines(torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE))
+
+
 def check_sampler() -> None:
     """Return the number of tokens that differ from the twin's: rounding may decide between close winners, or the last token of top-p."""
     rows = 256 if ON_GPU else 2 * len(SAMPLINGS)
@@ -301,11 +306,11 @@ def check_sampler() -> None:
 
 def different(rows: int, logits: torch.Tensor) -> list[int]:
     """Return the rows with another token than the twin's, over all ways of sampling."""
-    sampler, index = make_sampler(rows, list(SAMPLINGS.values())), torch.arange(rows, device=DEVICE)
+    sampler, lines = make_sampler(rows, list(SAMPLINGS.values())), lines_of(rows)
     device_rows, history = sampler._device_rows, sampler.context.history
     with dispatching(to_kernels=True):
-        ours = sampler.sample_captured(logits, index, Capture.TOKENS).token_ids
-    twins = draw_plain(logits, index, device_rows.parameters(index), history, device_rows.hashes)
+        ours = sampler.sample_captured(logits, lines, Capture.TOKENS).token_ids
+    twins = draw_plain(logits, lines, device_rows.parameters(lines.rows), history, device_rows.hashes)
     return (ours != twins).nonzero()[:, 0].tolist()
 
 
@@ -388,11 +393,11 @@ def time_sampler() -> None:
 
 def sampler_seconds(rows: int, logits: Sequence[torch.Tensor], sampling: RowSampling) -> tuple[float, float]:
     """Return the seconds of the twin (plain torch) and of the kernel."""
-    sampler, index, host_index = make_sampler(rows, [sampling]), torch.arange(rows, device=DEVICE), np.arange(rows)
+    sampler, lines, host_rows = make_sampler(rows, [sampling]), lines_of(rows), np.arange(rows)
     with dispatching(to_kernels=True):
-        kernel = seconds_in_graph([lambda x=x: sampler.sample_captured(x, index, Capture.TOKENS) for x in logits])
+        kernel = seconds_in_graph([lambda x=x: sampler.sample_captured(x, lines, Capture.TOKENS) for x in logits])
     with dispatching(to_kernels=False):
-        return median_seconds(lambda: sampler.sample(logits[0], index, host_index)), kernel
+        return median_seconds(lambda: sampler.sample(logits[0], lines, host_rows)), kernel
 
 
 def print_times(name: str, n: int, twin: float, kernel: float, size: int) -> None:
@@ -422,9 +427,9 @@ def compare(title: str, candidates: Sequence[Sizes], names: Sequence[str]) -> No
 def fused_seconds(rows: int, logits: Sequence[torch.Tensor], name: str, sizes: Sizes) -> float:
     from dovetail_samplers import fused
 
-    sampler, index = make_sampler(rows, [SAMPLINGS[name]]), torch.arange(rows, device=DEVICE)
+    sampler, lines = make_sampler(rows, [SAMPLINGS[name]]), lines_of(rows)
     device_rows, history = sampler._device_rows, sampler.context.history
-    return seconds_in_graph([lambda x=x: fused.draw(x, index, device_rows.records, history, device_rows.hashes, sizes) for x in logits])
+    return seconds_in_graph([lambda x=x: fused.draw(x, lines, device_rows.records, history, device_rows.hashes, sizes) for x in logits])
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dovetail.api.component import ComponentSpec, hookimpl
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Result
 from dovetail.api.kv_cache import CacheGroup, KVLayout
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler
+from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler
 from dovetail.errors import DovetailError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class ToySampler(Sampler):
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None: ...
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         raise NotImplementedError
 
 
@@ -125,11 +125,11 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="toy",
             target="bench.toy:ToyExecutor",
-            api="0.5",
+            api="0.6",
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         ),
-        ComponentSpec(kind="sampler", name="toy", target="bench.toy:ToySampler", api="0.2", summary="Samples nothing, and needs no torch"),
+        ComponentSpec(kind="sampler", name="toy", target="bench.toy:ToySampler", api="0.3", summary="Samples nothing, and needs no torch"),
     ]
 
 

@@ -1,0 +1,191 @@
+"""Speculative decoding beside plain decoding, on one GPU and in one run: tokens per second, and how many tokens a step yields.
+
+    python -m bench.speculation --rows 1 8 64 --drafter none oracle --max-drafts 4
+    python -m bench.speculation --rows 1 8 64 256 --drafter none adversary
+    python -m bench.speculation --work edit --rows 1 8 --drafter none suffix ngram --max-drafts 8 --json out.json
+
+Random weights in the model's true shape, bfloat16. With random weights no drafter could be right, so the answers are forced: the sampler draws as
+ever, and then returns the token of a rule that `answer_id` states. The oracle knows the rule, the adversary is always wrong. Answers of the work
+`fixed` can't be found in the prompts; those of `edit` are the prompt, with every 23rd token replaced and every 64th left out. One warm-up call, then
+three timed runs; each drafter runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.apart import apart
+from bench.limits import require_gpu
+from bench.shapes import SHAPES, write_checkpoint
+from dovetail.api.component import ComponentSpec, hookimpl
+from dovetail.api.drafter import Drafter
+from dovetail.api.sampler import Capture, Lines, SampledTokens
+from dovetail.request import Request
+from dovetail_samplers.default import DefaultSampler
+
+MAX_ID = 10_000
+REPLACED, LEFT_OUT = 23, 64
+RUNS = 3
+DRAFTERS = {"none": None, "oracle": "dovetail-bench-speculation:oracle", "adversary": "dovetail-bench-speculation:adversary"}
+EDITS = True  # set by `--work`
+
+
+def answer_id(prompt: Any, prompt_len: Any, position: Any, edits: bool) -> Any:
+    """Return the id at `position` of an answer: of integers, or elementwise of arrays or tensors. `prompt(i)`: the prompt's id at i."""
+    if not edits:
+        return (position * 7919 + prompt_len * 31) % MAX_ID
+    copied = prompt((position + position // LEFT_OUT) % prompt_len)
+    return (copied + (position % REPLACED == REPLACED - 1)) % MAX_ID
+
+
+class ForcedSampler(DefaultSampler):
+    """Draws as the default sampler does, then returns the answers' ids."""
+
+    def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        sampled = super().sample(logits, lines, host_rows)
+        return SampledTokens(self._forced(lines, sampled.token_ids), sampled.logprobs)
+
+    def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        sampled = super().sample_captured(logits, lines, capture)
+        return SampledTokens(self._forced(lines, sampled.token_ids), sampled.logprobs)
+
+    def _forced(self, lines: Lines, drawn: torch.Tensor) -> torch.Tensor:
+        history = self.context.history
+        prompt_lens = history.prompt_lens[lines.rows].long().clamp(min=1)
+        positions = history.lengths(lines).long() - prompt_lens
+        ids = history.token_ids
+        return answer_id(lambda i: ids[lines.rows, i.clamp(min=0)].long(), prompt_lens, positions, EDITS) + 0 * drawn
+
+
+class Oracle(Drafter):
+    """Always right."""
+
+    off = 0  # added to each id
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
+        drafts = []
+        for request, count in zip(requests, most, strict=True):
+            prompt = request.prompt_token_ids
+            at = range(request.generated, request.generated + count)
+            drafts.append([(answer_id(prompt.__getitem__, len(prompt), i, EDITS) + self.off) % MAX_ID for i in at])
+        return drafts
+
+
+class Adversary(Oracle):
+    """Always wrong."""
+
+    off = 1
+
+
+@hookimpl
+def dovetail_components() -> list[ComponentSpec]:
+    here = "bench.speculation"
+    return [
+        ComponentSpec(kind="sampler", name="forced", target=f"{here}:ForcedSampler", api="0.3", summary="Answers of a rule"),
+        ComponentSpec(kind="drafter", name="oracle", target=f"{here}:Oracle", api="0.1", summary="Always right"),
+        ComponentSpec(kind="drafter", name="adversary", target=f"{here}:Adversary", api="0.1", summary="Always wrong"),
+    ]
+
+
+def install(directory: Path) -> None:
+    """Let this process, and those that it starts, find the components above."""
+    info = directory / "dovetail_bench_speculation-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-bench-speculation\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[dovetail.plugins]\nmain = bench.speculation\n")
+    sys.path.insert(0, str(directory))
+
+
+def run(directory: str, drafter: str, rows: int, lens: tuple[int, int], max_drafts: int, temperature: float, edits: bool) -> dict[str, Any]:
+    """Measure one engine. Its answers are checked against the rule."""
+    import bench.speculation as home  # components are made from this module, not from `__main__`
+    from dovetail import LLM, SamplingParams
+
+    home.EDITS = edits
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_num_seqs": rows,
+        "max_model_len": sum(lens),
+        "sampler": "dovetail-bench-speculation:forced",
+    }
+    if drafter != "none":
+        settings["speculation"] = {"drafter": DRAFTERS.get(drafter, drafter), "max_drafts": max_drafts}
+    with LLM(directory, **settings) as llm:
+        params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=lens[1], detokenize=False)
+        times, wrong = [], 0
+        steps = device = 0.0
+        for index in range(1 + RUNS):
+            rng = np.random.default_rng(index)
+            prompts = rng.integers(0, MAX_ID, (rows, lens[0])).tolist()
+            before = llm.engine.stats()
+            before_steps, before_device = before.steps, before.device_s
+            begun = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - begun
+            after = llm.engine.stats()
+            if index:
+                times.append(seconds)
+                steps, device = after.steps - before_steps, after.device_s - before_device
+            for prompt, output in zip(prompts, outputs, strict=True):
+                expected = [answer_id(prompt.__getitem__, len(prompt), i, edits) for i in range(lens[1])]
+                wrong += list(output.outputs[0].token_ids) != expected
+    if wrong:
+        raise SystemExit(f"{drafter}, {rows} rows: {wrong} answers are wrong")
+    median = statistics.median(times)
+    return {
+        "drafter": drafter,
+        "rows": rows,
+        "lens": lens,
+        "tok_s": rows * lens[1] / median,
+        "seconds": times,
+        "steps": steps,
+        "tokens_a_step_and_row": lens[1] / steps,
+        "device_ms_a_step": 1e3 * device / steps,
+        "wall_ms_a_step": 1e3 * times[-1] / steps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1])
+    parser.add_argument("--lens", nargs=2, type=int, default=(500, 256), metavar=("PROMPT", "OUTPUT"))
+    parser.add_argument("--drafter", nargs="+", default=["none", "oracle"], help="oracle, adversary, or an installed one")
+    parser.add_argument("--max-drafts", type=int, default=4)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--work", choices=("fixed", "edit"), default="fixed")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    require_gpu()
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        install(Path(directory, "plugin"))
+        checkpoint = Path(directory, "model")
+        checkpoint.mkdir()
+        write_checkpoint(SHAPES[args.shape], checkpoint, None)
+        for rows in args.rows:
+            plain = 0.0
+            for drafter in args.drafter:
+                row = apart(run, str(checkpoint), drafter, rows, tuple(args.lens), args.max_drafts, args.temperature, args.work == "edit")
+                plain = row["tok_s"] if drafter == "none" else plain
+                row["times_plain"] = row["tok_s"] / plain if plain else None
+                results.append(row)
+                print(json.dumps(row), flush=True)
+                if args.json:
+                    Path(args.json).write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
