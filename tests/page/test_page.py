@@ -112,8 +112,8 @@ def test_the_success_of_drafts_is_shown(browser: Browser, toy: ToyServer) -> Non
     ask_by_keyboard(opened(browser, toy), "Wilt thou be gone?")
     browser.wait_for("document.querySelector('#counts').textContent.includes('acceptance length2.50')")
     counts = browser.evaluate("document.querySelector('#counts').textContent")
-    assert "drafts accepted60.0 %" in counts
-    assert "accepted by position75.0 %, 50.0 %, 25.0 %" in counts
+    assert "drafts accepted60 %" in counts
+    assert "accepted by position75 %, 50 %, 25 %" in counts
 
 
 @needs_chromium
