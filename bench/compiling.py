@@ -103,7 +103,7 @@ def compiling_for(arch: int, only: str | None = None) -> Iterator[list[Compiled]
     with ExitStack() as patches:
         for module in [module for name, module in sys.modules.items() if name.startswith("dovetail") and module is not available]:
             for name, answer in (("use_kernels", True), ("has_many_rows", GPUS[arch].is_hopper), ("has_one_row_float8", GPUS[arch].is_hopper)):
-                if hasattr(module, name):
+                if name in vars(module):
                     patches.enter_context(patch.object(module, name, lambda *asked, answer=answer: answer))
         patches.enter_context(patch.object(triton_backend, "_loads_apart_well", lambda likeness, limits: True))  # nothing is computed to look at
         patches.enter_context(patch.object(jit.JITFunction, "_do_compile", do_compile))

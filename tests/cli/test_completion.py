@@ -61,7 +61,7 @@ def test_models_that_are_bundled_cached_or_here(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
-    assert offered("dovetail generate ") == ["demo", "Qwen/Qwen3-0.6B", "engine.yaml", "mine"]
+    assert offered("dovetail generate ") == ["demo", "demo-draft", "Qwen/Qwen3-0.6B", "engine.yaml", "mine"]
 
 
 def test_what_is_wrong_offers_nothing_and_says_nothing() -> None:

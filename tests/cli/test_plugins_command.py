@@ -31,15 +31,15 @@ def install_commands(site: Site, distribution: str, **commands: str) -> None:
 
 def test_list_works_with_any_number_of_broken_plugins(site: Site) -> None:
     for number in range(20):
-        site.install(f"dovetail-broken-{number}", modules={f"broken_{number}": f"import sys; print('noise'); sys.exit({number})"})
+        site.install(f"dovetail-broken-{number}", modules={f"broken_{number}": f"import sys; print('chatter'); sys.exit({number})"})
     site.install_scheduler("dovetail-fair", summary="Fair to all")
     done = dovetail("plugins", "list")
     assert done.exit_code == 0
     assert "scheduler      fair" in done.stdout
     assert done.stdout.count("failed (import): SystemExit") == 20
-    assert "noise" not in done.stdout
+    assert "chatter" not in done.stdout
     failed = dovetail("plugins", "list", "--failed").stdout
-    assert failed.count("SystemExit: ") == failed.count("    noise") == 20
+    assert failed.count("SystemExit: ") == failed.count("    chatter") == 20
 
 
 def test_list_says_what_cannot_be_used_and_what_is_ambiguous(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

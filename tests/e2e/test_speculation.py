@@ -117,8 +117,7 @@ def test_answers_are_those_without_drafts(drafter: str, way: str, site: Site, mo
             for seed, output in zip(again, answers_of(engine, again), strict=True):
                 require_same(output, without()[seed], f"request {seed}: {request(seed)}")
         stats = engine.stats()
-    assert stats.draft_tokens > sum(stats.accepted_drafts)
-    assert sum(stats.accepted_drafts) > 0 or drafter == "random"
+    assert stats.draft_tokens > sum(stats.accepted_drafts) > 0 or drafter == "random"  # whose drafts are only compared, if none seems to pay
     assert stats.preemptions > 0 or way != "small memory"
 
 

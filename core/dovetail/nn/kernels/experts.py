@@ -28,8 +28,11 @@ from dovetail.nn.kernels.available import has_few_experts_float8
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.float8_products import narrowed
 from dovetail.nn.kernels.launch import launch
+from dovetail.nn.kernels.stored_experts import FLOAT8, FP4, INT4, PLAIN, Stored
 from dovetail.nn.kernels.streamed import add_int4
 from dovetail.nn.kernels.widening import e2m1_to_16_bits, float8_to_16_bits, pairs_to_16_bits, power_of_two, shifted
+
+__all__ = ["FLOAT8", "FP4", "INT4", "PLAIN", "Stored"]  # of `stored_experts`: users of these kernels need no other module
 
 REGISTERS = 168  # of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
 SORTED_AT_ONCE = 4096  # pairs that each program looks through; more are sorted by three kernels
@@ -37,44 +40,7 @@ SORTED_TOGETHER = 256  # pairs of a chunk then
 NARROW_FROM = 16  # pairs of an expert, more than which are computed by products of float8 inputs, if inputs may be rounded
 CLAMPED, UNGATED = 3, 4  # ungated, the first layer has ups alone, of which it takes relu squared
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, RELU2: UNGATED}
-
-
-PLAIN, FLOAT8, INT4, FP4 = range(4)
 CHUNK = 128  # inputs whose 4-bit weights are stored together
-
-
-class Stored(NamedTuple):
-    """The weights of one layer of all experts, contiguous: [experts, outputs, inputs], or as `streamed.Stored` has them, with experts before. FP4 are
-    laid out as INT4: codes of e2m1, and `scales` [experts, inputs / 32, outputs] uint8, powers of two as e8m0 has them."""
-
-    values: torch.Tensor
-    inputs: int
-    scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
-    group: int = 0  # inputs of a scale; 0: all
-    kind: int = PLAIN
-    narrows: bool = False  # FLOAT8: inputs of many rows are rounded to e4m3, too
-
-    @property
-    def outputs(self) -> int:
-        return self.values.shape[1]
-
-    def constants(self) -> dict[str, int | bool]:
-        """Compile-time constants of the kernels."""
-        sharing = self.outputs // self.scales.shape[1] if self.kind == FLOAT8 and self.scales is not None else 1
-        return {
-            "INPUTS": self.inputs,
-            "BYTES": self.values.shape[2],
-            "KIND": self.kind,
-            "GROUP": self.group,
-            "SHARING": sharing,
-            "ASYMMETRIC": self.zeros is not None,
-        }
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values, scales and zeros; unused tensors where there are none."""
-        scales = self.values if self.scales is None else self.scales
-        return self.values, scales, scales if self.zeros is None else self.zeros
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.dependent_launch import pdl_options
-from dovetail.nn.kernels.experts import FLOAT8, Stored
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.one_row_float8 import WARPS, added, index
+from dovetail.nn.kernels.stored_experts import FLOAT8, Stored
 
 SLICE = 64  # inputs that a matrix unit multiplies at once, for one expert and with one scale
 CHUNK = WARPS * 8 * SLICE  # inputs that a program multiplies per iteration
