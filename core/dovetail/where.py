@@ -19,7 +19,7 @@ KeyPath = tuple[str | int, ...]
 
 LISTED = 10  # problems that one error lists; the rest are counted
 MOVED = {  # keys of other releases and engines -> what is said of them
-    "max_stretch": "it is the engine's key `pace` now, which holds for every scheduler: `pace: 2.0` beside `scheduler`, or `pace: null`",
+    "max_stretch": "it is the engine's key `pace` now, which applies to every scheduler: `pace: 2.0` at the top level, or `pace: null`",
     "speculative_config": "here it is `speculation: {drafter: suffix, max_drafts: 8}`",
     "num_speculative_tokens": "here it is `speculation: {max_drafts: 8}`",
 }

@@ -78,8 +78,8 @@ class Listener(Protocol):
         """True to receive plain tokens through `on_text`. Read after each output."""
 
     def on_text(self, text: str, tokens: int) -> None:
-        """Take the text of so many tokens of a step, perhaps empty: replaces an output without further news, for requests of one sample. Called only
-        after an output, and never for the last one."""
+        """Take the `text` of `tokens` new tokens, which may be empty. Called instead of `on_output` for a request of one sample if only its text has
+        changed; never for the first output or the last."""
 
     def on_output(self, output: RequestOutput) -> None:
         """Take the deltas since the last call, perhaps of several steps: `text`, `token_ids` and `logprobs` of changed samples. The last output has

@@ -1,4 +1,4 @@
-"""Methods of vLLM's engines that ours lack: each is answered with what to do instead."""
+"""Error messages for methods of vLLM's engines that Dovetail's engines lack. Each says what to use instead."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def reasoning(self) -> AskedReasoning:
-        """What the request asks of the model's reasoning."""
+        """The `thinking` and `output_config.effort` of the request, in the form that all APIs share."""
         thinking, effort = self.thinking or Thinking("adaptive"), None if self.output_config is None else self.output_config.effort
         on = {"enabled": True, "disabled": False}.get(thinking.type)
         off = on is None and effort == "none"

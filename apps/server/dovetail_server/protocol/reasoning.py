@@ -1,4 +1,5 @@
-"""What requests ask of the model's reasoning, in all APIs: `thinking`, `effort`. It becomes variables of the chat template and a limit in tokens."""
+"""Control of the model's reasoning, for all APIs: the request fields `thinking` and `effort` set variables of the chat template, or limit how many
+tokens the reasoning takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dovetail.compat.vllm` says of names and modules that it lacks."""
+"""Error messages for names and modules that vLLM has and `dovetail.compat.vllm` lacks. Each says what to use instead."""
 
 from __future__ import annotations
 
