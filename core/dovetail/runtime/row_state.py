@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -197,9 +198,7 @@ class RowState:
         return counts
 
     def _drafted(self, rows: Int64, drafts: Drafts) -> Change:
-        starts = self._token_ids_at + rows * self.row_width + self.known[rows]
-        ends = drafts.counts.cumsum()
-        return (starts - (ends - drafts.counts)).repeat(drafts.counts) + np.arange(len(drafts.token_ids)), drafts.token_ids
+        return ranges(self._token_ids_at + rows * self.row_width + self.known[rows], drafts.counts), drafts.token_ids
 
     def _add(self, added: tuple[NewRow, ...]) -> list[Change]:
         rows = np.array([new.row for new in added], np.int64)
@@ -214,8 +213,7 @@ class RowState:
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])
             self.num_pages[group, rows] = counts
-            nth = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-            self._put_pages(tables, rows.repeat(counts), nth, np.maximum(np.concatenate(pages), 0))  # what isn't held is never read
+            self._put_pages(tables, rows.repeat(counts), ranges(0, counts), np.maximum(np.concatenate(pages), 0))  # what isn't held is never read
         if self.states is not None:
             self.states.put(rows.tolist(), [new.pages[-1] for new in added])
         return [
@@ -254,6 +252,12 @@ class RowState:
         self._all.index_copy_(0, *all_to_device([where, numbers], self.device))
 
 
+def ranges(starts: Int64 | int, counts: NDArray[np.integer[Any]]) -> Int64:
+    """Return the ranges of `counts` [n] numbers from `starts` [n] on, one after the other: [5, 6, 7, 0, 1] for [5, 0] and [3, 2]."""
+    before: Int64 = (starts - (counts.cumsum() - counts)).repeat(counts)
+    return before + np.arange(len(before))
+
+
 def counts_within(groups: Int64) -> Int64:
     """Return each element's index within its group of equal neighbours: [0, 1, 2, 0, 1] for [2, 2, 2, 5, 5]."""
     index = np.arange(len(groups))
@@ -263,6 +267,4 @@ def counts_within(groups: Int64) -> Int64:
 
 def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> Change:
     """Return indices and values to write each of `values` at its start, one after the other."""
-    lens = np.array([len(part) for part in values])
-    indices = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
-    return indices, np.concatenate(values).astype(np.int32, copy=False)
+    return ranges(starts, np.array([len(part) for part in values])), np.concatenate(values).astype(np.int32, copy=False)

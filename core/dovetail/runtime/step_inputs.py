@@ -14,7 +14,7 @@ from dovetail.api.attention import AttentionBatch
 from dovetail.api.executor import Batch
 from dovetail.api.sampler import Lines
 from dovetail.api.state import StateBatch
-from dovetail.runtime.row_state import RowState
+from dovetail.runtime.row_state import RowState, ranges
 from dovetail.runtime.transfer import Mirror, all_to_device
 
 TABLE_ENTRIES = 4096  # up to this size, a step's block table is sent with its other inputs, which saves a gathering kernel
@@ -34,7 +34,7 @@ class HostLines(NamedTuple):
         rows = batch.rows.astype(np.int64).repeat(counts)
         if batch.drafts is None:
             return cls(rows, np.zeros(len(rows), np.int32))
-        return cls(rows, (np.arange(len(rows)) - (counts.cumsum() - counts).repeat(counts)).astype(np.int32))
+        return cls(rows, ranges(0, counts).astype(np.int32))
 
     def sorted(self, order: Int64) -> HostLines:
         """Return the lines at the indices `order` [n]."""
@@ -75,11 +75,9 @@ class HostInputs:
     @classmethod
     def of_tokens(cls, rows: Int64, first: Int64, counts: Int64, state: RowState) -> HostInputs:
         """Return the inputs of `counts` tokens of each of `rows` [b], from positions `first` on."""
-        ends = counts.cumsum()
-        row_of = rows.repeat(counts)
-        positions = np.arange(len(row_of)) + (first - ends + counts).repeat(counts)
+        row_of, positions = rows.repeat(counts), ranges(first, counts)
         starts = np.zeros(len(rows) + 1, np.int32)
-        starts[1:] = ends
+        starts[1:] = counts.cumsum()
         kv_lens = (first + counts).astype(np.int32)
         max_blocks = -(-int(kv_lens.max()) // state.block_size)
         tables = state.host_tables[:, rows, :max_blocks] if state.num_tables * len(rows) * max_blocks <= TABLE_ENTRIES else None
@@ -97,8 +95,7 @@ class HostInputs:
 
     def line_ends(self, num_lines: Int32) -> Int64:
         """Return where the last token of each line is among the step's tokens, [n]. `num_lines` [b]: of each row."""
-        after: Int64 = (self.ends - num_lines.cumsum()).astype(np.int64).repeat(num_lines)
-        return after + np.arange(len(after))
+        return ranges((self.ends - num_lines).astype(np.int64), num_lines)
 
     def attention_batch(self, state: RowState, inputs: DeviceInputs, shared_blocks: int = 0, *, mixed_graph: bool = False) -> AttentionBatch:
         """Return the step for attention; if it is replayed, including its padding. `inputs`: these on the device."""
