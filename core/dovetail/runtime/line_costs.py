@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 
 import numpy as np
 import torch
 
-from dovetail.api.executor import Drafts
+from dovetail.api.executor import Batch, Drafts
 from dovetail.runtime.draft_model import DraftModel
 from dovetail.runtime.graphs import Graphs, Kind
-from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, empty_batch
+from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, remove_rows
 from dovetail.runtime.runner import DeviceSpan, Runner
 from dovetail.runtime.step_inputs import HostLines
 
@@ -32,19 +34,16 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
         drafts = int(batch.num_lines.max())
         if (1 + TIMES) * drafts >= rows.max_len:  # each replay may accept all
             break
-        rows.update(batch)
-        runner.sampler.update([], [(new.row, new.sampling) for new in batch.added])
-        step = graph.inputs.fill(HostLines.of(batch), 0)
-        graphs.replay(graph, step)  # meanwhile the host enqueues those that are measured
-        spans = list[DeviceSpan]()
-        for _ in range(TIMES):
-            spans.append(DeviceSpan(runner.device))
-            graphs.replay(graph)
-            spans[-1].close()
-        spans[-1].wait()
-        costs.append((count, median(span.seconds for span in spans)))
-        rows.update(empty_batch(removed=batch.rows))
-        runner.sampler.update(batch.rows.tolist(), [])
+        with _rows_of(runner, batch):
+            step = graph.inputs.fill(HostLines.of(batch), 0)
+            graphs.replay(graph, step)  # meanwhile the host enqueues those that are measured
+            spans = list[DeviceSpan]()
+            for _ in range(TIMES):
+                spans.append(DeviceSpan(runner.device))
+                graphs.replay(graph)
+                spans[-1].close()
+            spans[-1].wait()
+            costs.append((count, median(span.seconds for span in spans)))
     return tuple(costs)
 
 
@@ -57,16 +56,22 @@ def draft_costs(runner: Runner, draft: DraftModel, drafts: int) -> tuple[tuple[i
     for count in sorted({count for count in DRAFTING_ROWS if count < most} | {most} - {0}):
         asked, seconds = Drafts(np.full(count, drafts, np.int32), np.full(count * drafts, -1, np.int32)), list[float]()
         batch = batch_of_drafts(rows, asked, known=2)
-        rows.update(batch)
-        runner.sampler.update([], [(new.row, new.sampling) for new in batch.added])
-        for _ in range(1 + (TIMES if runner.device.type == "cuda" else 1)):
-            draft.begin(batch)
-            started = runner.clock.now()
-            draft.propose(asked, batch.rows, runner.graphs)
-            if runner.device.type == "cuda":
-                torch.cuda.synchronize(runner.device)
-            seconds.append(runner.clock.now() - started)
+        with _rows_of(runner, batch):
+            for _ in range(1 + (TIMES if runner.device.type == "cuda" else 1)):
+                draft.begin(batch)
+                started = runner.clock.now()
+                draft.propose(asked, batch.rows, runner.graphs)
+                if runner.device.type == "cuda":
+                    torch.cuda.synchronize(runner.device)
+                seconds.append(runner.clock.now() - started)
         costs.append((count, median(seconds[1:]) / drafts))
-        rows.update(empty_batch(removed=batch.rows))
-        runner.sampler.update(batch.rows.tolist(), [])
     return tuple(costs)
+
+
+@contextmanager
+def _rows_of(runner: Runner, batch: Batch) -> Iterator[None]:
+    """Start the rows that `batch` adds, and remove them at the end."""
+    runner.rows.update(batch)
+    runner.sampler.update([], [(new.row, new.sampling) for new in batch.added])
+    yield
+    remove_rows(runner, batch)  # not after an error, which ends the engine's start

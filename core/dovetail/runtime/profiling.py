@@ -23,11 +23,16 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
         biggest.append(drafting_batch(runner.rows, min(runner.rows.max_lines, max_tokens)))
     for batch in biggest:
         runner.collect(runner.submit(batch))
-        runner.rows.update(empty_batch(removed=batch.rows))
-        runner.sampler.update(batch.rows.tolist(), [])
+        remove_rows(runner, batch)
     free, total = torch.cuda.mem_get_info(runner.device)
     outside_torch = total - free - torch.cuda.memory_reserved(runner.device)
     return outside_torch + torch.cuda.max_memory_allocated(runner.device)
+
+
+def remove_rows(runner: Runner, batch: Batch) -> None:
+    """Remove the rows of `batch` from the runner's state and its sampler."""
+    runner.rows.update(empty_batch(removed=batch.rows))
+    runner.sampler.update(batch.rows.tolist(), [])
 
 
 def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
@@ -42,7 +47,7 @@ def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
 
 
 def drafting_batch(rows: RowState, lines: int) -> Batch:
-    """Return a step of so many lines, dealt to as many rows as there are, each with one known token; the rest are drafts."""
+    """Return a step of `lines` lines, spread evenly over all rows. Each row has one known token; the others are drafts."""
     num_rows = min(rows.max_rows, lines)
     counts = (lines // num_rows + (np.arange(num_rows) < lines % num_rows)).astype(np.int32)
     return batch_of_drafts(rows, Drafts(counts - 1, np.zeros(lines - num_rows, np.int32)), known=1)
