@@ -25,8 +25,9 @@ def fill_masks(flight: InFlightStep, vocab_size: int, memory: Callable[[int, int
     that fails, or that allows nothing at all, ends its own request alone. If that happens after some drafts, it is noted in `flight.cuts`."""
     at: list[int] = []  # the line of each mask
     owners: list[LiveRequest] = []
+    first: list[int] = []  # of each matcher, the mask of its row's first line
     matchers: list[Matcher] = []
-    forced: dict[int, int] = {}  # line -> the only token that may come
+    forced: dict[int, int] = {}  # line -> the only token that is allowed
     line, backend = 0, None
     for index, request in enumerate(flight.requests):
         if flight.yields_token is not None and not flight.yields_token[index]:
@@ -37,13 +38,13 @@ def fill_masks(flight: InFlightStep, vocab_size: int, memory: Callable[[int, int
         elif (token := constraint.forced) is not None:  # it has no drafts
             forced[line] = token
         elif (matcher := constraint.matcher) is not None:
+            first.append(len(at))
             at += range(line, line + lines)
             owners += [request] * lines
             matchers.append(matcher)
             backend = constraint.backend
         line += lines
     words = memory(len(at), -(-vocab_size // 32))
-    first = [place for place, owner in enumerate(owners) if not place or owners[place - 1] is not owner]
     failed = {} if backend is None else _fill_first(backend, matchers, [owners[place] for place in first], words, first)
     for place, matcher in zip(first, matchers, strict=True):
         if (drafts := flight.drafts.get(owners[place])) is not None and owners[place] not in failed:

@@ -7,7 +7,7 @@ collected before another is planned. So drafts must gain more tokens than lost o
       speculating   (rows + accepted drafts) / (device(rows + drafts) + host + drafting)                both in tokens per second
 
 Accepted drafts are expected from how those before them did, of the same request as far as there were some. While steps overlap, a drafter's
-proposals for some requests are compared with the tokens that come; a bad drafter costs the device nothing.
+proposals for some requests are compared with the tokens sampled later; a bad drafter costs the device nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ PROBE_WAIT, PROBED = 256, 8  # without host proposals: steps without drafts unti
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """What `EngineCore` is given to speculate with."""
+    """Settings of speculative decoding: the drafter and its limits."""
 
     drafter: Drafter
     name: str  # of the drafter, in errors
-    max_drafts: int  # that a request checks in a step
-    timeout_s: float  # that `Drafter.propose` may take
+    max_drafts: int  # most that a request checks in a step
+    timeout_s: float  # limit of `Drafter.propose`
 
 
 class _Record:
@@ -65,14 +65,14 @@ class Speculation:
     """Decides between overlap and drafts, asks the drafter, and keeps account of its success."""
 
     def __init__(self, settings: SpeculationSettings, capacity: Capacity, fit: StepTimeFit, clock: Clock, *, overlaps: bool) -> None:
-        """`overlaps`: steps without drafts do. The executor can check drafts, and its layers keep no states."""
-        # Steps wait for the results of the one before, and check drafts. If it isn't known what lines cost, some have to show what plain steps take.
-        self.is_active = bool(capacity.line_costs)
+        """`overlaps`: whether steps without drafts overlap. The executor must be able to check drafts, and its layers may keep no states."""
+        # While active, a step waits for the results of the previous one, and checks drafts. Without measured costs, steps without drafts come first,
+        # to show how long they take.
+        self.is_active = self._is_measured = bool(capacity.line_costs)
         self.drafting_s = 0.0  # spent in the drafter since the engine started
         self._most = settings.max_drafts
         self._fit, self._clock = fit, clock
         self._overlaps, self._max_lines = overlaps, capacity.max_lines
-        self._is_measured = bool(capacity.line_costs)
         self._costs = np.array(capacity.line_costs or [(0, 0.0)], np.float64).T  # [2, n] lines and seconds
         self._draft_costs = np.array(capacity.draft_costs or [(0, 0.0)], np.float64).T  # [2, n] rows, and seconds of a draft of each
         is_model = isinstance(settings.drafter, ModelDrafter)
@@ -84,7 +84,7 @@ class Speculation:
         self._context_s = 0.0  # device time for a token of context, beyond the measured cost of lines; a running mean
         self._draft_s = 0.0  # of drafting for a request, a running mean
         self._wait, self._next_wait = FIRST_WAIT, FIRST_WAIT  # calls of `consider` that do nothing: now, and after the next failure
-        self._probe_wait, self._is_probing = PROBE_WAIT if capacity.line_costs else FIRST_WAIT, False
+        self._probe_wait, self._is_probing = PROBE_WAIT if self._is_measured else FIRST_WAIT, False
 
     # For the core to call
 
@@ -151,8 +151,8 @@ class Speculation:
         """Note the device's time of a step without prompts, which checked `drafts`."""
         if self._is_measured and context_tokens:
             if counts := [len(ids) for ids in drafts.values() if ids[0] < 0]:  # drafted within the step
-                seconds -= max(counts) * float(_cost(self._draft_costs, np.array([len(counts)]))[0])
-            beyond_s = seconds - float(_cost(self._costs, np.array([num_lines]))[0])
+                seconds -= max(counts) * float(_cost(self._draft_costs, len(counts)))
+            beyond_s = seconds - float(_cost(self._costs, num_lines))
             self._context_s += 0.1 * (min(max(0.0, beyond_s) / context_tokens, 4 * self._context_s + 1e-6) - self._context_s)
 
     def ended(self, request: LiveRequest) -> None:
@@ -204,7 +204,7 @@ class Speculation:
         return drafts, odds
 
     def _propose(self, requests: Sequence[LiveRequest]) -> list[Sequence[int]]:
-        """Ask the drafter, and note what it says, to compare it with the tokens that come."""
+        """Ask the drafter, and keep its proposals to compare them with the tokens sampled later."""
         if self._thread is None or not requests:
             return []
         began = self._clock.now()
@@ -263,7 +263,7 @@ class Speculation:
         without drafts yields as many."""
         room, context = min(room, sum(lengths)), sum([request.num_computed for request in requests])
         if self._is_measured and not prefill_tokens:  # the running fit may not have seen plain steps for long
-            plain_s = float(_cost(self._costs, np.array([num_lines]))[0]) + self._context_s * context
+            plain_s = float(_cost(self._costs, num_lines)) + self._context_s * context
         else:
             plain_s = self._fit.estimate_s(prefill_tokens, len(requests), context)
         if room < 1 or plain_s <= 0.0:
@@ -287,8 +287,9 @@ class Speculation:
         return counts
 
 
-def _cost(measured: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the seconds of work on as many lines or rows, between and beyond the `measured` ones: [2, n] numbers and seconds."""
+def _cost(measured: NDArray[np.float64], counts: NDArray[np.int64] | int) -> NDArray[np.float64]:
+    """Return the seconds of work on `counts` lines or rows, in the shape of `counts`. They are interpolated between those `measured`, [2, n] numbers
+    and seconds, and extrapolated beyond."""
     known, seconds = measured
     beyond = np.maximum(0, counts - known[-1]) * (seconds[-1] - seconds[0]) / max(1.0, known[-1] - known[0])
     return np.asarray(np.interp(counts, known, seconds) + beyond, np.float64)
