@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.request import Request
+from dovetail_drafters.match_options import MAX_MATCH, MatchOptions
 from dovetail_drafters.own_text import OwnTexts, continued
 
-MAX_MATCH = 64  # tokens: a longer match tells no more
 
-
-class NgramOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    min_match: int = Field(2, ge=1, le=MAX_MATCH, description="Fewest tokens that must have occurred before.")
+class NgramOptions(MatchOptions):
     max_match: int = Field(8, ge=1, le=MAX_MATCH, description="Most tokens that are compared: of several places the longest match up to this wins.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.max_match < self.min_match:
-            raise ValueError(f"max_match must be at least min_match ({self.min_match}), got {self.max_match}")
-        return self
 
 
 class NgramDrafter(Drafter):

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.request import Request
+from dovetail_drafters.match_options import MAX_MATCH, MatchOptions
 from dovetail_drafters.own_text import OwnTexts, continued
 from dovetail_drafters.token_index import TokenIndex
 
-MAX_MATCH = 64  # tokens: a longer match tells no more
 SHORT, LONG = 4, 8  # tokens: a match below SHORT gives way to one of LONG or more that ended a token ago
 MAX_LEFT_OUT = 4  # tokens that an edit may leave out
 SEPARATOR = -1  # between answers
 
 
-class SuffixOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    min_match: int = Field(2, ge=1, le=MAX_MATCH, description="Fewest tokens that must have occurred before.")
+class SuffixOptions(MatchOptions):
     max_match: int = Field(24, ge=1, le=MAX_MATCH, description="Most tokens that are compared: the longest match up to this wins.")
     max_factor: float = Field(2.0, gt=0, le=64, description="Drafts are at most this many times as long as the match.")
     min_share: float = Field(
@@ -34,12 +30,6 @@ class SuffixOptions(BaseModel):
     )
     kept_tokens: int = Field(65_536, ge=0, le=2**28, description="Most tokens of earlier answers that are kept for a client; 0: none.")
     kept_clients: int = Field(64, ge=1, le=2**20, description="Most clients whose answers are kept, of those with the latest ones.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.max_match < self.min_match:
-            raise ValueError(f"max_match must be at least min_match ({self.min_match}), got {self.max_match}")
-        return self
 
 
 class SuffixDrafter(Drafter):
