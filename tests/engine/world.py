@@ -28,7 +28,8 @@ from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
-from dovetail_kv_cache.prefix import HashName, PrefixCache, PrefixOptions
+from dovetail_kv_cache.hash_chain import HashName
+from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.engine.drafters import DRAFTERS, Oracle
 from tests.engine.policies import FCFS
 from tests.engine.rules import constraint, expected_by_rule

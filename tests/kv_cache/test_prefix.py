@@ -14,7 +14,8 @@ from dovetail.api.component import ComponentSpec
 from dovetail.api.kv_cache import HOLE, Allocation, PageCopy, PageCounts
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
-from dovetail_kv_cache.prefix import HashChain, HashName, PrefixCache, PrefixOptions, make_digest
+from dovetail_kv_cache.hash_chain import HashChain, HashName, make_digest
+from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.kv_cache.helpers import compute, generate, manager, request
 from tests.support import examples
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dovetail.api.scheduler import Scheduler, Step
-from dovetail_kv_cache.prefix import HashName
+from dovetail_kv_cache.hash_chain import HashName
 from tests.engine.world import Shape, Spec, World
 
 

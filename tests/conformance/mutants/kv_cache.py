@@ -11,8 +11,9 @@ from dovetail.api.kv_cache import HOLE, Allocation, Checkpoint, KVContext, PageC
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
+from dovetail_kv_cache.hash_chain import Digest, HashChain
 from dovetail_kv_cache.pool import BlockPool
-from dovetail_kv_cache.prefix import Digest, HashChain, PrefixCache, PrefixOptions, _Group, _Hit, _Table
+from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions, _Group, _Hit, _Table
 from tests.conformance.mutants import mutant
 
 # Whose blocks

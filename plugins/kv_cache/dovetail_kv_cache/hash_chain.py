@@ -1,0 +1,91 @@
+"""`HashChain`: hashes of a request's full blocks, each of all tokens up to the block's end. `PrefixCache` finds blocks by them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from dovetail.request import Request
+
+TOKEN_BYTES = 8
+
+HashName = Literal["xxh3", "sha256"]
+Digest = Callable[[bytes], bytes]
+
+
+def make_digest(name: HashName) -> Digest:
+    """Return the hash function `name`; each xxh3 has its own secret seed."""
+    if name == "sha256":
+        return lambda data: hashlib.sha256(data).digest()
+    seed = int.from_bytes(os.urandom(8), "little")
+    return lambda data: xxh3_128_digest(data, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Hashes of a chain, for reuse by a chain of another request with the same beginning. Doesn't keep the request."""
+
+    root: bytes
+    prompt: NDArray[np.int64]  # [tokens]
+    hashes: list[bytes]  # the chain's own list, which grows
+
+    def same_tokens(self, prompt: NDArray[np.int64]) -> int:
+        """Return the number of leading tokens that both share."""
+        most = min(len(self.prompt), len(prompt))
+        differ = self.prompt[:most] != prompt[:most]
+        return int(differ.argmax()) if differ.any() else most
+
+
+class HashChain:
+    """Hashes of one request's full blocks, each computed once: `hashes[i]` covers tokens 0 … (i + 1) * block_size - 1. With several groups,
+    `block_size` is the greatest common divisor of their blocks.
+
+    A block's hash covers its tokens and the previous hash, hence every token up to its end; the chain starts with a hash of the request's
+    `cache_keys`. Two prefixes with the same hash would share K and V that belong to one of them. By accident this has a probability of 1 in 10^20 for
+    a billion blocks with 128-bit hashes. Deliberately: no two texts with the same SHA-256 are known. XXH3 isn't designed to withstand attacks; its
+    seed is drawn for each cache, so that collisions can't be prepared. No decision depends on the values of hashes, so runs stay reproducible."""
+
+    __slots__ = ("_block_size", "_digest", "_root", "hashes", "request")
+
+    def __init__(self, request: Request, block_size: int, digest: Digest, like: Beginning | None = None) -> None:
+        """Create a chain that copies the hashes of a common beginning from `like`, a chain with the same `block_size` and `digest`."""
+        self.request = request
+        self._block_size = block_size
+        self._digest = digest
+        self._root = digest(repr(request.cache_keys).encode())
+        self.hashes: list[bytes] = []
+        if like is not None and like.root == self._root:
+            self.hashes = like.hashes[: like.same_tokens(request.prompt_array) // block_size]
+
+    @property
+    def beginning(self) -> Beginning:
+        return Beginning(self._root, self.request.prompt_array, self.hashes)
+
+    def extend(self, num_blocks: int) -> list[bytes]:
+        """Return the hashes of at least the first `num_blocks` blocks, which must be full of known tokens."""
+        hashes = self.hashes
+        if len(hashes) >= num_blocks:
+            return hashes
+        data = _token_bytes(self.request, len(hashes) * self._block_size, num_blocks * self._block_size)
+        width, digest = self._block_size * TOKEN_BYTES, self._digest
+        parent = hashes[-1] if hashes else self._root
+        for start in range(0, len(data), width):
+            parent = digest(parent + data[start : start + width])
+            hashes.append(parent)
+        return hashes
+
+
+def _token_bytes(request: Request, start: int, end: int) -> bytes:
+    """Return token ids `start` … `end` - 1 of prompt and output, `TOKEN_BYTES` each."""
+    prompt, data = request.prompt_tokens, request.prompt_array[start:end].tobytes()
+    if end > prompt:
+        data += array("q", request.output_token_ids[max(0, start - prompt) : end - prompt]).tobytes()
+    return data
