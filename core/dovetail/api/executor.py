@@ -205,7 +205,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class Masks:
     """Allowed token ids of constrained lines of a late batch (see `Batch`); others may sample any id. Bit `id % 32` of word `id // 32` is 1 if the id
-    is allowed; each line allows at least one. A line behind a draft that the grammar forbids allows all: its row never gets there."""
+    is allowed; each line allows at least one. A line after a draft that the grammar forbids allows all ids, since its row never reaches it."""
 
     lines: Int32  # [m] indices among the lines of all rows, row by row; ascending
     words: UInt32  # [m, ceil(vocab_size / 32)]

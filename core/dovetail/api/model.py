@@ -67,7 +67,7 @@ class ModelContext:
 
 
 def no_states(spec: StateSpec) -> StateLayer:
-    """Raise `DovetailError`: the `make_state` of those who keep no states."""
+    """Raise `DovetailError`: the default of `BuildContext.make_state`, for callers that keep no states."""
     raise DovetailError(f"state layer {spec.index} was made where there are none: state_specs() must name it")
 
 

@@ -49,8 +49,8 @@ class RowSampling:
 
 
 class Lines(NamedTuple):
-    """What a sampler samples a token for: line i is a row, after `ahead` drafts, which count as its tokens. Without drafts a row has one line, with
-    `ahead` 0; with d drafts it has 1 + d neighbouring ones, with `ahead` 0, 1, ... d (see `dovetail.api.executor.Batch`)."""
+    """Positions at which a sampler samples one token each: line i is a row, after `ahead` drafts, which count as its tokens. Without drafts a row has
+    one line, with `ahead` 0; with d drafts it has 1 + d neighbouring ones, with `ahead` 0, 1, ... d (see `dovetail.api.executor.Batch`)."""
 
     rows: torch.Tensor  # [n] int64; `max_rows`, an index beyond all rows, is padding
     ahead: torch.Tensor  # [n] int32

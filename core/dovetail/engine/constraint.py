@@ -30,7 +30,7 @@ class Constraint:
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
-        self._left, self._closing = most, closing  # negative: so many of `_closing` have been forced
+        self._left, self._closing = most, closing  # if negative, how many of `_closing` have been forced
         self._tail = b""  # the end of the text so far, shorter than `_after`
         self._token_bytes = backend.context.token_bytes if token_bytes is None and backend is not None else token_bytes or ()
         self._matcher: Matcher | None = None

@@ -21,8 +21,8 @@ DEAD_END = "its grammar allows no token that the model has: nothing can come nex
 
 
 def fill_masks(flight: InFlightStep, vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]) -> tuple[Masks, dict[LiveRequest, str]]:
-    """Return the masks of a step's constrained lines, in `memory` of so many lines and words a line; and why some requests can't go on: a matcher
-    that fails, or that allows nothing at all, ends its own request alone. If that happens after some drafts, it is noted in `flight.cuts`."""
+    """Return the masks of a step's constrained lines, and a reason for each request that can't continue. `memory` is called with the number of masks
+    and of words in each. A matcher that fails, or allows no token, ends only its own request; after some drafts, that is noted in `flight.cuts`."""
     at: list[int] = []  # the line of each mask
     owners: list[LiveRequest] = []
     first: list[int] = []  # of each matcher, the mask of its row's first line

@@ -70,7 +70,7 @@ def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
 
 
 def guessed_tokens(tokens: list[int], count: int, seed: int, vocab_size: int) -> list[int]:
-    """Return what the fake's draft model proposes to follow `tokens`: the tokens that it generates, but for every fifth position."""
+    """Return the drafts of the fake's draft model for `tokens`: the tokens that the fake would generate, except at every fifth position."""
     known = list(tokens)
     for _ in range(count):
         known.append((next_token(known, seed, vocab_size) + (len(known) % 5 == 0)) % vocab_size)

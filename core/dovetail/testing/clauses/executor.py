@@ -60,7 +60,7 @@ CLAUSES: Marks = {
         "distinct rows": held("neighbours", "idle"),
         "*": held("chunks", "limits"),
     },
-    "Masks": {"A line behind": TOLD, "*": held("masks", "drafts_masks")},
+    "Masks": {"A line after": TOLD, "*": held("masks", "drafts_masks")},
     "HostLogprobs": held("logprobs", "prompt_logprobs"),
     "Result": {
         "owned by the core": held("ownership"),

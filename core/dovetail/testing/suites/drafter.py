@@ -155,8 +155,9 @@ class DrafterSuite(Suite):
 
     @check("drafter.client", since="0.1")
     def test_nothing_is_learned_from_other_clients(self) -> None:
-        """What was proposed for a client's requests depends on the texts of other clients, or of another request without a client: its user could
-        find out what others write. Keep what is learned by `request.client`; for None by request."""
+        """The drafter proposed tokens for one client's request that depend on the text of another client, or of another request without a client.
+        Drafts show in the timing of answers, so a user could find out what others write. Key learned data by `request.client`, and by request if that
+        is None."""
         for seed in range(STORIES):
             for client in ("ann", None):
                 for name in self._names(_story(seed), client):

@@ -131,8 +131,8 @@ class Bench:
         return batch
 
     def sample(self, allowed: Mapping[str | tuple[str, int], Sequence[int]], *, own_memory: bool = True) -> None:
-        """Sample the oldest, late step: the named requests, or their lines after so many drafts, sample one of their `allowed` ids. The masks are in
-        the executor's own memory, or, although that was requested, elsewhere; the executor's memory then allows everything."""
+        """Sample the oldest, late step: each request named in `allowed`, or its line after the given number of drafts, samples one of these ids. The
+        masks are in the executor's own memory, or, although that was requested, elsewhere; the executor's memory then allows everything."""
         sent = self.sent[0]
         lines = [(seat.name, ahead) for seat, count in zip(sent.seats, sent.batch.num_lines.tolist(), strict=True) for ahead in range(count)]
         of_lines = {(key, 0) if isinstance(key, str) else key: ids for key, ids in allowed.items()}
@@ -186,7 +186,8 @@ class Bench:
         return int(counts.sum())
 
     def check(self, drafts: Mapping[str, Sequence[int]], **others: int) -> Result:
-        """Run a step in which the named requests check these drafts, which may be none, beside so many tokens of `others`."""
+        """Run a step in which each request named in `drafts` checks its drafts, possibly none, and each of `others` computes the given
+        number of tokens."""
         self.submit({**dict.fromkeys(drafts, 1), **others}, drafts=drafts)
         return self.collect()
 
