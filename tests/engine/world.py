@@ -363,8 +363,8 @@ class World:
     def _check_requests(self) -> None:
         books, live = self.core.books, [r for r in self.requests.values() if r.status is not Status.FINISHED]
         assert {r.id for r in live} == {*self.core._requests}, "the core and its requests disagree on who is unfinished"
-        dead = sum(arrival[2].status is Status.FINISHED for arrival in self.core._arrivals)
-        assert dead == self.core._dead_arrivals
+        dead = sum(arrival[2].status is Status.FINISHED for arrival in self.core._arrivals._heap)
+        assert dead == self.core._arrivals._aborted
         assert 2 * dead <= len(self.core._arrivals), "aborted before their time, and kept"
         in_flight = Counter(
             request

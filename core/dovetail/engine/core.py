@@ -13,7 +13,6 @@ blocks freed while a step is in flight may be reused at once, because batches ru
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import time
@@ -35,6 +34,7 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Scheduler, StepDone
+from dovetail.engine.arrivals import Arrivals
 from dovetail.engine.batch_builder import NONE, BatchBuilder
 from dovetail.engine.books import Books
 from dovetail.engine.finish import Finish
@@ -86,8 +86,7 @@ class EngineCore:
         self.stats = EngineStats()
         self.dead: BaseException | None = None
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
-        self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
-        self._dead_arrivals = 0  # how many of them were aborted before their time
+        self._arrivals = Arrivals()
         self._constrained = 0  # unfinished requests that have a constraint
         self._preparing: dict[LiveRequest, None] = {}  # arrived, but not prepared yet; in order
         self._arrived_until = -math.inf  # the latest arrival time of those that policies have seen
@@ -119,7 +118,7 @@ class EngineCore:
         self._added += 1
         self._requests[request.id] = request
         self._constrained += request.constraint is not None
-        heapq.heappush(self._arrivals, (request.arrival_time, request.order, request))
+        self._arrivals.add(request)
 
     def abort(self, request: LiveRequest) -> None:
         """Abort `request`: no more of it is delivered, and its tokens in flight are dropped. No-op for an unknown request. Raises nothing: if the
@@ -233,13 +232,13 @@ class EngineCore:
 
     def _sleep_until_due(self) -> None:
         before = self.clock.now()
-        self.plan_timing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
+        self.plan_timing.wait_until_due(self._flights[-1], self._arrivals.next_time(), self.books.fit)
         if self._free_from is not None:
             self._free_from += self.clock.now() - before
 
     def _idle(self, planned: PlannedStep) -> None:
         """Sleep until something changes, as nothing is in flight and nothing was granted."""
-        wake, self._free_from = min(planned.wake_time, self._next_arrival()), None
+        wake, self._free_from = min(planned.wake_time, self._arrivals.next_time()), None
         if self._preparing:
             wake = min(wake, self.clock.now() + PREPARING_S)
         if wake < math.inf:
@@ -265,20 +264,6 @@ class EngineCore:
             return True
         self._finish(running[0], Finish("length", "kv_capacity"), deliver=True)
         return True
-
-    def _next_arrival(self) -> float:
-        """Return when the next request arrives; infinity if none is known."""
-        while self._arrivals and self._arrivals[0][2].status is Status.FINISHED:
-            heapq.heappop(self._arrivals)
-            self._dead_arrivals -= 1
-        return self._arrivals[0][0] if self._arrivals else math.inf
-
-    def _drop_dead_arrivals(self) -> None:
-        """Drop requests aborted before their arrival once they are half of the heap: amortized O(1)."""
-        if self._dead_arrivals and 2 * self._dead_arrivals >= len(self._arrivals):
-            self._arrivals = [arrival for arrival in self._arrivals if arrival[2].status is not Status.FINISHED]
-            heapq.heapify(self._arrivals)
-            self._dead_arrivals = 0
 
     # Planning
 
@@ -339,9 +324,9 @@ class EngineCore:
         return self.plan_timing.flights_end(self._flights, self.books.fit)
 
     def _admit_arrivals(self, now: float) -> None:
-        while self._next_arrival() <= now:
-            self._arrived_until, _, request = heapq.heappop(self._arrivals)
-            self._drop_dead_arrivals()
+        while self._arrivals.next_time() <= now:
+            request = self._arrivals.pop()
+            self._arrived_until = request.arrival_time
             self.stats.arrived += 1
             if self.observers:
                 self.observers.tell("on_arrived", RequestArrived(now, request))
@@ -526,8 +511,7 @@ class EngineCore:
             self._finished[request] = finish
         self.books.open_gates()
         if not arrived:
-            self._dead_arrivals += 1
-            self._drop_dead_arrivals()
+            self._arrivals.aborted()
             return
         self.stats.finished += 1
         if self._speculation is not None:
