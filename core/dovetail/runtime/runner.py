@@ -269,11 +269,12 @@ class Runner:
         """Run the model for any step. Large steps are launched kernel by kernel. Returns hidden states [any, hidden], and where in them those of the
         lines' last tokens are."""
         graphs, shared_blocks, host = self.graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
+        num_lines = batch.num_lines
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         all_states = len(asks) > 0
-        draft = self.draft if (batch.num_tokens > batch.num_lines).any() else None
+        draft = self.draft if (batch.num_tokens > num_lines).any() else None
         graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states)
-        last_indices = host.line_ends(batch.num_lines)
+        last_indices = host.line_ends(num_lines)
         if graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, last_indices)
             hidden = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
