@@ -47,6 +47,8 @@ from dovetail.nn.kernels import (
     streamed,
     widened,
 )
+from dovetail.nn.kernels.expert_sorting import SORTED_AT_ONCE
+from dovetail.nn.kernels.stored_experts import FLOAT8, Stored
 from dovetail.nn.state import DeltaShape, Mamba2Shape
 from dovetail.runtime import decode_rows_kernels, slots_kernel
 from dovetail.runtime.row_state import RowState
@@ -186,20 +188,20 @@ def launch_layers(dtype: torch.dtype) -> None:
 def launch_experts(dtype: torch.dtype) -> None:
     """Routing and a layer of experts, for one token and for more."""
     hidden, inner, count = HIDDEN[0], 256, 8
-    gate_up = experts.Stored(torch.zeros(count, 2 * inner, hidden, dtype=dtype), hidden)
-    down = experts.Stored(torch.zeros(count, hidden, inner, dtype=dtype), inner)
-    for tokens in (1, 20, experts.SORTED_AT_ONCE // 2 + 1):
+    gate_up = Stored(torch.zeros(count, 2 * inner, hidden, dtype=dtype), hidden)
+    down = Stored(torch.zeros(count, hidden, inner, dtype=dtype), inner)
+    for tokens in (1, 20, SORTED_AT_ONCE // 2 + 1):
         ids, weights = routing.choose(torch.zeros(tokens, count), 2, normalize=True)
         experts.experts(torch.zeros(tokens, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
 
 
 def launch_experts_of_float8(dtype: torch.dtype) -> None:
     """Experts whose inputs are rounded, too, and those of few tokens."""
-    hidden, inner, count, many = HIDDEN[0], 128, 4, experts.SORTED_AT_ONCE // 2
+    hidden, inner, count, many = HIDDEN[0], 128, 4, SORTED_AT_ONCE // 2
 
-    def stored(outputs: int, inputs: int) -> experts.Stored:
+    def stored(outputs: int, inputs: int) -> Stored:
         values, scales = torch.zeros(count, outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(count, outputs // 128, inputs // 128)
-        return experts.Stored(values, inputs, scales, None, 128, experts.FLOAT8, True)
+        return Stored(values, inputs, scales, None, 128, FLOAT8, True)
 
     gate_up, down = stored(2 * inner, hidden), stored(hidden, inner)
     ids, weights = torch.zeros(many + 1, 2, dtype=torch.int32), torch.zeros(many + 1, 2)

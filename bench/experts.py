@@ -23,8 +23,10 @@ from bench.limits import BYTES, Limits, measure_limits, require_gpu, seconds
 from bench.shapes import EXPERT_BYTES, SHAPES, Shape
 from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels.available import has_float8_products
-from dovetail.nn.kernels.experts import Few, FewTiling, Many, Stored, Tiling
+from dovetail.nn.kernels.expert_sorting import sort
+from dovetail.nn.kernels.experts import Few, FewTiling, Many, Tiling
 from dovetail.nn.kernels.launch import compiling_ahead
+from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, PLAIN, Stored
 from dovetail.runtime.recording import record
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
@@ -55,17 +57,17 @@ def layer_of(shape: Shape, checkpoint: str | None) -> Layer:
     """Return experts with random weights in the format of such a checkpoint; None: bfloat16."""
 
     def stored(outputs: int, inputs: int) -> Stored:
-        count, fp4_bytes = shape.experts, -(-inputs // kernels.CHUNK) * kernels.CHUNK // 2
+        count, fp4_bytes = shape.experts, -(-inputs // CHUNK) * CHUNK // 2
         if checkpoint is None:
             values = torch.empty(count, outputs, inputs, device="cuda", dtype=torch.bfloat16)
             return Stored(values.normal_(std=0.02), inputs)
         if checkpoint == "fp8":
             codes = torch.randint(0, 96, (count, outputs, inputs), device="cuda", dtype=torch.uint8)
             scales = torch.full((count, -(-outputs // 128), -(-inputs // 128)), 0.02, device="cuda")
-            return Stored(codes.view(torch.float8_e4m3fn), inputs, scales, None, 128, kernels.FLOAT8, has_float8_products(scales.device))
+            return Stored(codes.view(torch.float8_e4m3fn), inputs, scales, None, 128, FLOAT8, has_float8_products(scales.device))
         codes = torch.randint(0, 256, (count, outputs, fp4_bytes), device="cuda", dtype=torch.uint8)
         scales = torch.full((count, inputs // 32, outputs), 120, device="cuda", dtype=torch.uint8)
-        return Stored(codes, inputs, scales, None, 32, kernels.FP4)
+        return Stored(codes, inputs, scales, None, 32, FP4)
 
     inner = shape.intermediate
     return Layer(stored(2 * inner, shape.hidden), stored(shape.hidden, inner), shape.experts, shape.experts_per_token)
@@ -92,7 +94,7 @@ def calls(layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool) ->
             out = torch.empty(len(ids) * (layer.per_token if first else 1), outputs, device="cuda", dtype=torch.bfloat16 if first else torch.float32)
             found.append(lambda a=(source, stored, None, ids, weights, out, tiling, around): kernels.few_layer(*a))
             continue
-        places, blocks = kernels.sort(ids, layer.count, tiling.rows)
+        places, blocks = sort(ids, layer.count, tiling.rows)
         out = torch.empty(ids.numel(), outputs, device="cuda", dtype=torch.bfloat16)
         run = kernels.float8_layer if narrows(layer, tokens) else kernels.many_layer
         found.append(lambda a=(source, stored, None, weights, places, blocks, out, tiling, around), run=run: run(*a))
@@ -116,11 +118,11 @@ def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | T
     if narrows(layer, tokens):
         for rows, n, stages, warps in itertools.product((64, 128), (64, 128, 256), (3, 4, 5), (4, 8)):
             held = rows * n * (2 if first else 1) // (32 * warps)  # sums of a thread
-            if 32 <= held <= 128 and kernels.CHUNK * (rows + (2 if first else 1) * n) * stages <= 220 << 10:
-                yield Tiling(rows, n, kernels.CHUNK, stages, warps)
+            if 32 <= held <= 128 and CHUNK * (rows + (2 if first else 1) * n) * stages <= 220 << 10:
+                yield Tiling(rows, n, CHUNK, stages, warps)
         return
-    narrow = layer.gate_up.kind != kernels.PLAIN  # these have a chunk of their own, and fewer bytes of it
-    chunks, stages_tried = ((kernels.CHUNK,), (3, 4, 5, 6, 8)) if narrow else ((64, 128), (2, 3, 4, 5))
+    narrow = layer.gate_up.kind != PLAIN  # these have a chunk of their own, and fewer bytes of it
+    chunks, stages_tried = ((CHUNK,), (3, 4, 5, 6, 8)) if narrow else ((64, 128), (2, 3, 4, 5))
     for rows, n, k, stages, warps in itertools.product((16, 32, 64, 128), (32, 64, 128), chunks, stages_tried, (4, 8)):
         if rows > max(16, 8 * average) or rows < min(64, average) or n * rows > 128 * 128 or (n == 32 and rows > 32):
             continue

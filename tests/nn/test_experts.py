@@ -21,8 +21,9 @@ from dovetail.nn.format import DENSE, base
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.mxfp4 import Mxfp4Format
+from dovetail.nn.kernels import expert_sorting, float8_products, launch
 from dovetail.nn.kernels import experts as kernels
-from dovetail.nn.kernels import float8_products, launch
+from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.experts import Few, Many, Tiling
 from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.residual import Residual
@@ -166,7 +167,7 @@ def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(form: Any,
     out = torch.empty(*((2 * tokens,) if gated else (2, tokens)), outputs, dtype=dtype, device=DEVICE)
     tiling = Tiling(16, 32, 128, 2, 4)
     around = kernels.gating(activation) if gated else {}
-    kernels.float8_layer(x, layer, bias, shares, *kernels.sort(ids, count, tiling.rows), out, tiling, around)
+    kernels.float8_layer(x, layer, bias, shares, *sort(ids, count, tiling.rows), out, tiling, around)
     narrow, scales = float8_products.twin_of_narrowed(x, layer.group)
     wide = narrow.double() * (scales.repeat_interleave(layer.group, 1)[:, :inputs] if layer.group else scales[:, None]).double()
     for pair, expert in enumerate(ids.flatten().tolist()):
@@ -180,7 +181,7 @@ def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(form: Any,
 @some
 @runs_kernels
 def test_places_hold_each_pair_once_in_blocks_of_its_expert(ids: list[int], block: int, at_once: int) -> None:
-    with patch.object(kernels, "SORTED_AT_ONCE", at_once), patch.object(kernels, "SORTED_TOGETHER", 32):
+    with patch.object(expert_sorting, "SORTED_AT_ONCE", at_once), patch.object(expert_sorting, "SORTED_TOGETHER", 32):
         assert_sorted(ids, block)
 
 
@@ -191,7 +192,7 @@ def test_many_pairs_are_sorted_alike() -> None:
 
 
 def assert_sorted(ids: list[int], block: int) -> None:
-    places, blocks = kernels.sort(torch.tensor(ids, dtype=torch.int32, device=DEVICE)[:, None], 7, block)
+    places, blocks = sort(torch.tensor(ids, dtype=torch.int32, device=DEVICE)[:, None], 7, block)
     used = [expert for expert in blocks.tolist() if expert >= 0]
     assert used == sorted(used)
     assert blocks.tolist()[len(used) :] == [-1] * (len(blocks) - len(used))

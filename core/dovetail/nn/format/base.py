@@ -21,7 +21,7 @@ from dovetail.nn.parameter import Weight
 from dovetail.nn.residual import Residual
 
 if TYPE_CHECKING:
-    from dovetail.nn.kernels.experts import Stored
+    from dovetail.nn.kernels.stored_experts import Stored
 
 
 @dataclass(slots=True)

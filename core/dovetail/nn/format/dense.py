@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +14,13 @@ from torch import nn
 
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.format.base import WeightFormat, in_one_piece, stacked
+from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import has_many_rows, use_kernels
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Weight
 from dovetail.nn.residual import Residual
-
-if TYPE_CHECKING:
-    from dovetail.nn.kernels import experts
 
 FEW_ROWS = 16  # above, torch.matmul is as fast
 FEW_ROWS_BESIDE_MANY = 8  # above, the kernel for many rows is faster, where available
@@ -77,10 +75,8 @@ class Dense(WeightFormat):
                 return
         residual.summed().addmm_(x, weight.t())
 
-    def for_kernels(self, weights: Sequence[Any]) -> experts.Stored | None:
-        from dovetail.nn.kernels import experts
-
-        return experts.Stored(stacked(weights), weights[0].shape[1])
+    def for_kernels(self, weights: Sequence[Any]) -> stored_experts.Stored | None:
+        return stored_experts.Stored(stacked(weights), weights[0].shape[1])
 
     def __str__(self) -> str:
         return "plain"

@@ -22,6 +22,7 @@ from dovetail.nn.activation import silu_mul
 from dovetail.nn.format.base import ExpertLayers, kept, stacked
 from dovetail.nn.format.dense import Kernel
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
+from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import has_float8_products, has_many_rows, has_one_row_float8, has_products_of_blocks, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
@@ -29,7 +30,6 @@ from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.residual import Residual
 
 if TYPE_CHECKING:
-    from dovetail.nn.kernels import experts
     from dovetail.nn.kernels.many_rows import Tiling
     from dovetail.nn.kernels.streamed import Stored
 
@@ -145,16 +145,14 @@ class Float8(StoredFormat):
 
     # Computing
 
-    def for_kernels(self, weights: Sequence[StoredWeight]) -> experts.Stored | None:
-        from dovetail.nn.kernels import experts
-
+    def for_kernels(self, weights: Sequence[StoredWeight]) -> stored_experts.Stored | None:
         first = weights[0]
         group = self.block[1] if first.scales.ndim > 1 else 0
-        if not experts.takes(experts.FLOAT8, first.layer_shape[1], group):
+        if not stored_experts.takes(stored_experts.FLOAT8, first.layer_shape[1], group):
             return None
         values, scales = stacked(weights), stacked([weight.scales for weight in weights])
         narrows = self.inputs == 8 and not 0 < group < LEAST_GROUP and first.compute_dtype == torch.bfloat16 and has_float8_products(first.device)
-        return experts.Stored(values, first.layer_shape[1], scales, None, group, experts.FLOAT8, narrows)
+        return stored_experts.Stored(values, first.layer_shape[1], scales, None, group, stored_experts.FLOAT8, narrows)
 
     def add_experts_to(self, layers: ExpertLayers, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         if use_kernels(x, ids, weights):

@@ -20,6 +20,7 @@ from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.format.base import kept, stacked
 from dovetail.nn.format.stored import StoredFormat, StoredWeight
+from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
@@ -27,7 +28,6 @@ from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.residual import Residual
 
 if TYPE_CHECKING:
-    from dovetail.nn.kernels import experts
     from dovetail.nn.kernels.streamed import Stored
 
 LARGEST = 15
@@ -132,16 +132,15 @@ class Int4(StoredFormat):
 
     # Computing
 
-    def for_kernels(self, weights: Sequence[StoredWeight]) -> experts.Stored | None:
-        from dovetail.nn.kernels import experts
-
+    def for_kernels(self, weights: Sequence[StoredWeight]) -> stored_experts.Stored | None:
         first = weights[0]
         inputs = first.layer_shape[1]
         group = self.group or -(-inputs // BLOCK) * BLOCK
-        if not experts.takes(experts.INT4, inputs, group):
+        if not stored_experts.takes(stored_experts.INT4, inputs, group):
             return None
         zeros = None if self.symmetric else stacked([weight.zeros for weight in weights if weight.zeros is not None])
-        return experts.Stored(stacked(weights), inputs, stacked([weight.scales for weight in weights]), zeros, group, experts.INT4)
+        scales = stacked([weight.scales for weight in weights])
+        return stored_experts.Stored(stacked(weights), inputs, scales, zeros, group, stored_experts.INT4)
 
     def columns(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,8 @@ from dovetail.nn.format.base import Quantization, WeightFormat, stacked
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.reading import names, refuse_others
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
+from dovetail.nn.kernels import stored_experts
 from dovetail.nn.parameter import Part, Weight
-
-if TYPE_CHECKING:
-    from dovetail.nn.kernels import experts
 
 GROUP = 32  # inputs per scale
 BLOCK = 128  # number of inputs that are packed together, as in `int4`
@@ -91,11 +89,9 @@ class Mxfp4Format(StoredFormat):
         weight.data[rows] = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).flatten(1)
         weight.scales[:, rows] = scales.t()
 
-    def for_kernels(self, weights: Sequence[StoredWeight]) -> experts.Stored | None:
-        from dovetail.nn.kernels import experts
-
+    def for_kernels(self, weights: Sequence[StoredWeight]) -> stored_experts.Stored | None:
         scales = stacked([weight.scales for weight in weights])
-        return experts.Stored(stacked(weights), weights[0].layer_shape[1], scales, None, GROUP, experts.FP4)
+        return stored_experts.Stored(stacked(weights), weights[0].layer_shape[1], scales, None, GROUP, stored_experts.FP4)
 
 
 class Mxfp4(Quantization):

@@ -3,8 +3,8 @@
 # ruff: noqa: N803, N806 (constants are upper case)
 """Feed-forwards of a mixture of experts. A pair is a token and one of its k chosen experts; pair p belongs to token p // k.
 
-Few pairs are computed one by one: a program computes some outputs of a pair, without matrix units, like `one_row`. More are sorted by expert,
-padded to whole blocks per expert, so that a program reads weights once per block:
+Few pairs are computed one by one: a program computes some outputs of a pair, without matrix units, like `one_row`. `expert_sorting` sorts more by
+expert, padded to whole blocks per expert, so that a program reads weights once per block:
 
     ids     5 2 5 7 2 …                      pairs 0, 1, 2, …
     places  1 4 · · | 0 2 · · | 3 · · · | …   pairs; blocks of expert 2, of 5, of 7, …; unneeded blocks come last
@@ -26,21 +26,17 @@ import triton.language as tl
 from dovetail.nn.activation import RELU2, Activation, ClampedSwiGLU
 from dovetail.nn.kernels.available import has_few_experts_float8
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.float8_products import narrowed
 from dovetail.nn.kernels.launch import launch
-from dovetail.nn.kernels.stored_experts import FLOAT8, FP4, INT4, PLAIN, Stored
+from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, INT4, Stored
 from dovetail.nn.kernels.streamed import add_int4
 from dovetail.nn.kernels.widening import e2m1_to_16_bits, float8_to_16_bits, pairs_to_16_bits, power_of_two, shifted
 
-__all__ = ["FLOAT8", "FP4", "INT4", "PLAIN", "Stored"]  # of `stored_experts`: users of these kernels need no other module
-
 REGISTERS = 168  # of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
-SORTED_AT_ONCE = 4096  # pairs that each program looks through; more are sorted by three kernels
-SORTED_TOGETHER = 256  # pairs of a chunk then
 NARROW_FROM = 16  # pairs of an expert, more than which are computed by products of float8 inputs, if inputs may be rounded
 CLAMPED, UNGATED = 3, 4  # ungated, the first layer has ups alone, of which it takes relu squared
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, RELU2: UNGATED}
-CHUNK = 128  # inputs whose 4-bit weights are stored together
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,128 +270,6 @@ def _few_down(
                     product += tl.load(bias + expert * OUTPUTS + n, mask=real, other=0.0).to(tl.float32)
                 sums += product * tl.load(weights + pair)
     tl.store(out + token.to(tl.int64) * OUTPUTS + n, sums, mask=real)
-
-
-@triton.jit(do_not_specialize=["pairs", "blocks"])
-def _sort(
-    ids,  # [pairs]
-    places,  # [blocks, BLOCK]: pairs, or `pairs` where there is none
-    experts,  # [blocks]: expert of a block; -1: not needed
-    pairs,
-    blocks,
-    COUNT: tl.constexpr,  # experts
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Write the pairs of one expert, in order."""
-    expert, e = tl.program_id(0), tl.arange(0, PADDED)
-    i, j = tl.arange(0, CHUNK), tl.arange(0, BLOCK)
-    let_next_begin(PDL)
-    wait(PDL)
-    counts = tl.zeros([PADDED], tl.int32)
-    for at in range(0, pairs, CHUNK):
-        chosen = tl.load(ids + at + i, mask=at + i < pairs, other=0)
-        counts += tl.histogram(chosen, PADDED, mask=at + i < pairs)
-    needed = (counts + BLOCK - 1) // BLOCK
-    first = tl.sum(tl.where(e < expert, needed, 0), 0)
-    count = tl.sum(tl.where(e == expert, counts, 0), 0)
-    own = (count + BLOCK - 1) // BLOCK
-    start = first * BLOCK
-    tl.store(places + start + count + j, pairs, mask=count + j < own * BLOCK)
-    for block in range(own):
-        tl.store(experts + first + block, expert)
-    if expert == COUNT - 1:
-        for block in range(first + own, blocks):
-            tl.store(experts + block, -1)
-    for at in range(0, pairs, CHUNK):
-        chosen = tl.load(ids + at + i, mask=at + i < pairs, other=-1)
-        mine = (chosen == expert).to(tl.int32)
-        tl.store(places + start + tl.cumsum(mine, 0) - 1, at + i, mask=mine > 0)
-        start += tl.sum(mine, 0)
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _count(ids, counts, pairs, PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Count each expert's pairs in one chunk: counts [chunks, PADDED]."""
-    chunk = tl.program_id(0)
-    let_next_begin(PDL)
-    wait(PDL)
-    at = chunk * CHUNK + tl.arange(0, CHUNK)
-    found = tl.histogram(tl.load(ids + at, mask=at < pairs, other=0), PADDED, mask=at < pairs)
-    tl.store(counts + chunk * PADDED + tl.arange(0, PADDED), found)
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _add_up(
-    counts,  # [chunks, PADDED]: counts; replaced by those of earlier chunks together
-    totals,  # [PADDED]
-    chunks,
-    PADDED: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # chunks
-    PDL: tl.constexpr,
-):
-    """Add up the counts of some experts over the chunks."""
-    e, c = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, AT_ONCE)
-    let_next_begin(PDL)
-    wait(PDL)
-    total = tl.zeros([EXPERTS], tl.int32)
-    for at in range(0, chunks, AT_ONCE):
-        place = counts + (at + c)[:, None] * PADDED + e[None, :]
-        own = tl.load(place, mask=(at + c < chunks)[:, None], other=0)
-        before = total[None, :] + tl.cumsum(own, 0) - own
-        tl.debug_barrier()  # nothing is replaced that another thread still reads
-        tl.store(place, before, mask=(at + c < chunks)[:, None])
-        total += tl.sum(own, 0)
-    tl.store(totals + e, total)
-
-
-@triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
-def _place(
-    ids,
-    before,  # [chunks, PADDED]: an expert's pairs in earlier chunks
-    totals,  # [PADDED]
-    places,
-    experts,
-    pairs,
-    blocks,
-    chunks,
-    COUNT: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # earlier pairs of the chunk that each is compared with
-    PDL: tl.constexpr,
-):
-    """Write the places of one chunk's pairs; or, further programs, one expert's blocks, and its places without a pair."""
-    program, e = tl.program_id(0), tl.arange(0, PADDED)
-    let_next_begin(PDL)
-    wait(PDL)
-    needed = (tl.load(totals + e) + BLOCK - 1) // BLOCK
-    if program < chunks:
-        i = tl.arange(0, CHUNK)
-        at = program * CHUNK + i
-        chosen = tl.load(ids + at, mask=at < pairs, other=-1)
-        rank = tl.zeros([CHUNK], tl.int32)
-        for earlier in range(0, CHUNK, AT_ONCE):
-            j = earlier + tl.arange(0, AT_ONCE)
-            others = tl.load(ids + program * CHUNK + j, mask=program * CHUNK + j < pairs, other=-2)
-            rank += tl.sum(((chosen[:, None] == others[None, :]) & (j[None, :] < i[:, None])).to(tl.int32), 1)
-        begin = tl.gather(tl.cumsum(needed, 0) - needed, tl.maximum(chosen, 0), 0)
-        rank += tl.load(before + program * PADDED + chosen, mask=at < pairs, other=0)
-        tl.store(places + begin * BLOCK + rank, at, mask=at < pairs)
-    else:
-        expert, j = program - chunks, tl.arange(0, BLOCK)
-        first, count = tl.sum(tl.where(e < expert, needed, 0), 0), tl.load(totals + expert)
-        own = (count + BLOCK - 1) // BLOCK
-        tl.store(places + first * BLOCK + count + j, pairs, mask=count + j < own * BLOCK)
-        for block in range(own):
-            tl.store(experts + first + block, expert)
-        if expert == COUNT - 1:
-            for block in range(first + own, blocks):
-                tl.store(experts + block, -1)
 
 
 @triton.jit
@@ -737,44 +611,6 @@ def takes_few(x: torch.Tensor, gate_up: Stored, down: Stored, activation: Activa
 
     tokens, per_token = ids.shape
     return isinstance(choice_for(tokens, per_token, gate_up, down.inputs), Few) and few_experts_float8.takes(gate_up, down, per_token)
-
-
-def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pairs [blocks, block] int32 of ids [tokens, k] int32 by expert, of which there are `count`, and the expert [blocks] of each block:
-    see the top of this file."""
-    pairs = ids.numel()
-    blocks = min(pairs, (pairs + count * (block - 1)) // block)
-    places = torch.empty((blocks, block), dtype=torch.int32, device=ids.device)
-    experts = torch.empty(blocks, dtype=torch.int32, device=ids.device)
-    padded = triton.next_power_of_2(max(count, 2))
-    sizes = {"PADDED": padded, **pdl_options(ids.device)}
-    if pairs > SORTED_AT_ONCE:
-        chunks = triton.cdiv(pairs, SORTED_TOGETHER)
-        counts = torch.empty((chunks, padded), dtype=torch.int32, device=ids.device)
-        totals = torch.empty(padded, dtype=torch.int32, device=ids.device)
-        launch(_count, (chunks,))(ids, counts, pairs, CHUNK=SORTED_TOGETHER, num_warps=4, **sizes)
-        at_once = min(padded, 16)  # experts
-        launch(_add_up, (padded // at_once,))(counts, totals, chunks, EXPERTS=at_once, AT_ONCE=64, num_warps=4, **sizes)
-        launch(_place, (chunks + count,))(
-            *(ids, counts, totals, places, experts, pairs, blocks, chunks),
-            COUNT=count,
-            BLOCK=block,
-            CHUNK=SORTED_TOGETHER,
-            AT_ONCE=32,
-            num_warps=8,
-            **sizes,
-        )
-        return places, experts
-    chunk = triton.next_power_of_2(pairs)
-    launch(_sort, (count,))(ids, places, experts, pairs, blocks, COUNT=count, BLOCK=block, CHUNK=chunk, num_warps=8 if chunk > 1024 else 4, **sizes)
-    return places, experts
-
-
-def takes(kind: int, inputs: int, group: int) -> bool:
-    """Return True if the kernels support weights with this number of inputs, and one scale per `group` of them."""
-    if kind == INT4:
-        return group >= CHUNK or inputs % CHUNK == 0
-    return kind == FP4 or group == 0 or (group >= 16 and group & (group - 1) == 0)
 
 
 def gating(activation: Activation) -> dict[str, int | float]:

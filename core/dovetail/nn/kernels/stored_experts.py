@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 PLAIN, FLOAT8, INT4, FP4 = range(4)
+CHUNK = 128  # inputs whose 4-bit weights are stored together
 
 
 class Stored(NamedTuple):
@@ -41,3 +42,10 @@ class Stored(NamedTuple):
         """Values, scales and zeros; unused tensors where there are none."""
         scales = self.values if self.scales is None else self.scales
         return self.values, scales, scales if self.zeros is None else self.zeros
+
+
+def takes(kind: int, inputs: int, group: int) -> bool:
+    """Return True if the kernels of `experts` support weights with this number of inputs, and one scale per `group` of them."""
+    if kind == INT4:
+        return group >= CHUNK or inputs % CHUNK == 0
+    return kind == FP4 or group == 0 or (group >= 16 and group & (group - 1) == 0)
