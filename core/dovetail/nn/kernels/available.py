@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -50,52 +51,33 @@ def is_hopper(device: torch.device) -> bool:
     return gpu is not None and gpu.is_hopper
 
 
+def _works_on_hopper(device: torch.device, kernel: str, module: str) -> bool:
+    """True if the device is a Hopper on which `check` of `dovetail.nn.kernels.{module}` passes. `kernel`: its name in the warning, see `works`."""
+    return is_hopper(device) and runs_kernels(device) and works(kernel, lambda: import_module(f"dovetail.nn.kernels.{module}").check(device))
+
+
 @cache
 def has_many_rows(device: torch.device) -> bool:
     """True if the kernels of `many_rows` are available."""
-
-    def check() -> None:
-        from dovetail.nn.kernels import many_rows
-
-        many_rows.check(device)
-
-    return is_hopper(device) and runs_kernels(device) and works("layers of some dozens of rows", check)
+    return _works_on_hopper(device, "layers of some dozens of rows", "many_rows")
 
 
 @cache
 def has_one_row_float8(device: torch.device) -> bool:
     """True if the kernel `one_row_float8` is available. Measured only on Hopper."""
-
-    def check() -> None:
-        from dovetail.nn.kernels import one_row_float8
-
-        one_row_float8.check(device)
-
-    return is_hopper(device) and runs_kernels(device) and works("layers of one row of float8 weights", check)
+    return _works_on_hopper(device, "layers of one row of float8 weights", "one_row_float8")
 
 
 @cache
 def has_few_experts_float8(device: torch.device) -> bool:
     """True if the kernel `few_experts_float8` is available. Measured only on Hopper."""
-
-    def check() -> None:
-        from dovetail.nn.kernels import few_experts_float8
-
-        few_experts_float8.check(device)
-
-    return is_hopper(device) and runs_kernels(device) and works("few tokens' experts of float8 weights", check)
+    return _works_on_hopper(device, "few tokens' experts of float8 weights", "few_experts_float8")
 
 
 @cache
 def has_float8_products(device: torch.device) -> bool:
     """True if products of float8 by float8 are available, see `float8_products`."""
-
-    def check() -> None:
-        from dovetail.nn.kernels import float8_products
-
-        float8_products.check(device)
-
-    return is_hopper(device) and runs_kernels(device) and works("products of float8 numbers", check)
+    return _works_on_hopper(device, "products of float8 numbers", "float8_products")
 
 
 @cache
