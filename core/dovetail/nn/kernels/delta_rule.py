@@ -30,11 +30,12 @@ from dovetail.nn.kernels.states import (
     empty_outputs,
     fits_matrix_units,
     per_unit,
-    places,
     rows_at,
     rows_of,
     sigmoid,
     softplus,
+    state_strides,
+    step_tensors,
     tiling_of_chunks,
     tiling_of_tokens,
 )
@@ -218,12 +219,12 @@ def _carry(
     qk,
     sums,
     inverses,
+    chunk_starts,
     memory,
     units,
     lines,
     kv_lens,
     query_starts,
-    chunk_starts,
     checkpoint_at,
     checkpoint_lines,
     out,
@@ -302,7 +303,7 @@ def gated_delta_rule(
     batch = state.batch
     qkv, a, b = by_rows(qkv), by_rows(a), by_rows(b)
     out = empty_outputs(state, qkv, shape.v_heads, shape.v_size)
-    memory, units, unit_stride, line_stride = places(state, tensor)
+    unit_stride, line_stride = state_strides(state, tensor)
     heads = {"K_HEADS": shape.k_heads, "V_HEADS": shape.v_heads, "K": shape.k_size, **pdl_options(qkv.device)}
     in_state = {"V": shape.v_size, "PER_UNIT": per_unit(state, tensor)}
     strides, scale = (qkv.stride(0), a.stride(0), b.stride(0)), shape.k_size**-0.5
@@ -316,13 +317,7 @@ def gated_delta_rule(
             b,
             A_log,
             dt_bias,
-            memory,
-            units,
-            batch.lines,
-            batch.kv_lens,
-            batch.query_starts,
-            batch.lines if batch.checkpoint_at is None else batch.checkpoint_at,
-            batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines,
+            *step_tensors(state, tensor),
             out,
             *strides,
             unit_stride,
@@ -363,14 +358,8 @@ def gated_delta_rule(
         qk,
         sums,
         inverses,
-        memory,
-        units,
-        batch.lines,
-        batch.kv_lens,
-        batch.query_starts,
         batch.chunk_starts,
-        batch.checkpoint_at,
-        batch.checkpoint_lines,
+        *step_tensors(state, tensor),
         out,
         qkv.stride(0),
         unit_stride,

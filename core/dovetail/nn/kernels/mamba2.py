@@ -25,10 +25,11 @@ from dovetail.nn.kernels.states import (
     empty_outputs,
     fits_matrix_units,
     per_unit,
-    places,
     rows_at,
     rows_of,
     softplus,
+    state_strides,
+    step_tensors,
     tiling_of_chunks,
     tiling_of_tokens,
 )
@@ -198,7 +199,7 @@ def mamba2(
     batch = state.batch
     xbc, dt = by_rows(xbc), by_rows(dt)
     out = empty_outputs(state, xbc, shape.heads, shape.head_size)
-    memory, units, unit_stride, line_stride = places(state, tensor)
+    unit_stride, line_stride = state_strides(state, tensor)
     constants = {
         "HEADS": shape.heads,
         "GROUPS": shape.groups,
@@ -215,13 +216,7 @@ def mamba2(
         A_log,
         D,
         dt_bias,
-        memory,
-        units,
-        batch.lines,
-        batch.kv_lens,
-        batch.query_starts,
-        batch.lines if batch.checkpoint_at is None else batch.checkpoint_at,
-        batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines,
+        *step_tensors(state, tensor),
         out,
         xbc.stride(0),
         dt.stride(0),

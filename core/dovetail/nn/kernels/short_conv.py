@@ -13,7 +13,7 @@ import triton.language as tl
 from dovetail.api.state import StateLayer
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
-from dovetail.nn.kernels.states import by_rows, empty_outputs, per_unit, places, row_of_chunk, rows_at, sigmoid
+from dovetail.nn.kernels.states import by_rows, empty_outputs, per_unit, row_of_chunk, rows_at, sigmoid, state_strides, step_tensors
 
 STEP_CHANNELS, STEP_WARPS = 512, 4  # of a program
 CHANNELS_AT_ONCE, TOKENS_AT_ONCE, WARPS = 128, 16, 4
@@ -174,7 +174,8 @@ def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     batch, (channels, kernel) = state.batch, weight.shape
     x = by_rows(x)
     out = empty_outputs(state, x, channels)
-    memory, units, unit_stride, line_stride = places(state, tensor)
+    memory, units = state.memory[tensor], state.units[tensor]
+    unit_stride, line_stride = state_strides(state, tensor)
     constants = {"CHANNELS": channels, "KERNEL": kernel, "PER_UNIT": per_unit(state, tensor), **pdl_options(x.device)}
     biases, biased = (x if bias is None else bias), bias is not None
     if batch.decodes:
@@ -221,13 +222,7 @@ def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     )
     launch(_keep_inputs, (triton.cdiv(channels, STEP_CHANNELS), len(batch.lines)))(
         x,
-        memory,
-        units,
-        batch.lines,
-        batch.kv_lens,
-        batch.query_starts,
-        batch.checkpoint_at,
-        batch.checkpoint_lines,
+        *step_tensors(state, tensor),
         x.stride(0),
         unit_stride,
         line_stride,

@@ -71,10 +71,18 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-def places(state: StateLayer, tensor: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Return (memory, units, unit_stride, line_stride) for `rows_at`."""
-    memory, units = state.memory[tensor], state.units[tensor]
-    return memory, units, memory.stride(0), units.stride(0)
+def state_strides(state: StateLayer, tensor: int) -> tuple[int, int]:
+    """Return (unit_stride, line_stride) for `rows_at`."""
+    return state.memory[tensor].stride(0), state.units[tensor].stride(0)
+
+
+def step_tensors(state: StateLayer, tensor: int) -> tuple[torch.Tensor, ...]:
+    """Return (memory, units, lines, kv_lens, query_starts, checkpoint_at, checkpoint_lines), which kernels take that replace states and write
+    checkpoints. In a step of single tokens, which has no checkpoints, kernels don't read the last two."""
+    batch = state.batch
+    at = batch.lines if batch.checkpoint_at is None else batch.checkpoint_at
+    to = batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines
+    return state.memory[tensor], state.units[tensor], batch.lines, batch.kv_lens, batch.query_starts, at, to
 
 
 def per_unit(state: StateLayer, tensor: int) -> int:
