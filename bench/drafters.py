@@ -1,4 +1,4 @@
-"""What drafters propose for an edit, without a model: the answer is forced, and each step yields the drafts that agree with it, and one token more.
+"""Measures drafters on edits of files, without a model: the answer is given, and each step accepts the drafts that agree with it, plus one token.
 
     python -m bench.drafters
     python -m bench.drafters --drafter 'suffix' '{name: suffix, min_match: 3}' --max-drafts 4 8 16

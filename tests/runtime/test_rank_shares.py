@@ -147,7 +147,7 @@ print("released")
 
 @pytest.fixture(scope="module", params=[2, 3] if ON_GPUS or FULL else [3])  # of two ranks the order can't be wrong
 def printed(request: pytest.FixtureRequest) -> Iterator[list[list[str]]]:
-    """What each rank has printed: the names of those of the programs above that it ended, one after another."""
+    """Run the programs above on all ranks, and yield what each rank printed: the names of the programs that it completed, in order."""
     pytest.importorskip("triton")
     size = request.param
     environment = {**os.environ, **ENVIRONMENT, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}

@@ -130,7 +130,7 @@ class TakesTheEmptyNameForNone(Lookup):
 
 @mutant(caught_by="drafter.client")
 class CopiesFromItsNeighbour(Lookup):
-    """Of a request without a draft, it takes the one before it in the call."""
+    """A request without a draft gets the draft of the request before it in the call."""
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         drafts = super().propose(requests, most)
