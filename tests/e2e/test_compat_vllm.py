@@ -241,6 +241,17 @@ def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
         import_module("dovetail.nonsense")
 
 
+@pytest.mark.parametrize("module", ["", ".outputs", ".engine", ".v1.engine.async_llm"])
+def test_a_missing_name_is_explained_by_import_and_by_lookup(module: str) -> None:
+    name = f"dovetail.compat.vllm{module}"
+    assert not hasattr(import_module(name), "PromptType")
+    if module != ".engine":  # which has no names at all
+        with pytest.raises(AttributeError, match="a prompt is a text"):
+            import_module(name).PromptType  # noqa: B018
+    with pytest.raises(ImportError, match="a prompt is a text"):
+        exec(f"from {name} import PromptType")
+
+
 # Flags
 
 

@@ -1,6 +1,7 @@
 """vLLM's names, in the modules where its programs look for them: `from vllm import LLM` becomes `from dovetail.compat.vllm import LLM`.
 
-Everything here is Dovetail's own. A name or a module that isn't here raises `ImportError` that says what to do instead.
+Everything here is Dovetail's own. Importing a name or a module that isn't here raises `ImportError` that says what to do instead; looking up a
+name, `AttributeError`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = [
     "TokensPrompt",
 ]
 
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)
 
 if not any(isinstance(finder, MissingModules) for finder in sys.meta_path):
     sys.meta_path.append(MissingModules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
@@ -46,27 +47,32 @@ INSTEAD = {  # the beginning of a module or name -> what to do instead
 }
 
 
-def sentence(name: str, known: Sequence[str] = ()) -> str:
-    """Return what to say of a module or name of vLLM's that isn't here. `known`: those that there are."""
-    why = next((why for prefix, why in INSTEAD.items() if name.startswith(prefix)), None)
-    return why or f"Dovetail has nothing of that name{did_you_mean(name, known)}"
+def sentence(fullname: str) -> str:
+    """Return what to say of a module or name that this package lacks."""
+    module, _, name = fullname.rpartition(".")
+    asked = (fullname.removeprefix(f"{PACKAGE}."), name)
+    why = next((why for prefix, why in INSTEAD.items() if any(one.startswith(prefix) for one in asked)), None)
+    names = getattr(sys.modules.get(module), "__all__", ())
+    return f"{fullname}: {why or f'Dovetail has nothing of that name{did_you_mean(name, names)}'}"
 
 
-def missing(module: str, known: Sequence[str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module with these names. For others it raises `ImportError`; `AttributeError` for private ones."""
+def missing(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module: it raises `AttributeError` with a sentence, so that `hasattr` is false. `from module import name` would
+    replace that by a sentence of Python's, but asks the finders of submodules before, and thus `MissingModules`, if the module has a `__path__`."""
 
     def look_up(name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise ImportError(f"{module}.{name}: {sentence(name, known)}", name=module)
+        if name == "__path__":  # of a module that is no package
+            return []
+        raise AttributeError(sentence(f"{module}.{name}"))
 
     return look_up
 
 
 class MissingModules(MetaPathFinder):
-    """Last finder: explains which of vLLM's modules aren't here."""
+    """Last finder: explains which of vLLM's modules and names aren't here."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Raise `ModuleNotFoundError` for a module of this package; return None for any other."""
+        """Raise `ModuleNotFoundError` for a module or name of this package; return None for any other."""
         if fullname.startswith(f"{PACKAGE}."):
-            raise ModuleNotFoundError(f"{fullname}: {sentence(fullname.removeprefix(f'{PACKAGE}.'))}", name=fullname)
+            # `from … import` drops errors whose name is that of the missing submodule, and says less itself
+            raise ModuleNotFoundError(sentence(fullname), name=fullname.rpartition(".")[0])

@@ -20,4 +20,4 @@ class TokensPrompt(TypedDict):
 
 
 __all__ = ["TextPrompt", "TokensPrompt"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

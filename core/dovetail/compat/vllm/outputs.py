@@ -6,4 +6,4 @@ from dovetail import CompletionOutput, RequestOutput
 from dovetail.compat.vllm.gaps import missing
 
 __all__ = ["CompletionOutput", "RequestOutput"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

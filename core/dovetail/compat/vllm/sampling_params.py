@@ -15,4 +15,4 @@ class RequestOutputKind:
 
 
 __all__ = ["BeamSearchParams", "GuidedDecodingParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

@@ -8,4 +8,4 @@ from dovetail.compat.vllm.gaps import missing
 AsyncEngineArgs = EngineArgs
 
 __all__ = ["AsyncEngineArgs", "EngineArgs"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

@@ -6,4 +6,4 @@ from dovetail import AsyncLLMEngine
 from dovetail.compat.vllm.gaps import missing
 
 __all__ = ["AsyncLLMEngine"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

@@ -6,4 +6,4 @@ from dovetail import LLMEngine
 from dovetail.compat.vllm.gaps import missing
 
 __all__ = ["LLMEngine"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

@@ -18,4 +18,4 @@ class LoRARequest:
 
 
 __all__ = ["LoRARequest"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

@@ -6,4 +6,4 @@ from dovetail.compat.vllm.gaps import missing
 from dovetail.compat.vllm.utils.argparse_utils import FlexibleArgumentParser
 
 __all__ = ["FlexibleArgumentParser"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

@@ -26,4 +26,4 @@ class FlexibleArgumentParser(ArgumentParser):
 
 
 __all__ = ["FlexibleArgumentParser"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)

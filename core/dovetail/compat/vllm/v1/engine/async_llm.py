@@ -8,4 +8,4 @@ from dovetail.compat.vllm.gaps import missing
 AsyncLLM = AsyncLLMEngine
 
 __all__ = ["AsyncLLM"]
-__getattr__ = missing(__name__, __all__)
+__getattr__ = missing(__name__)
