@@ -23,7 +23,7 @@ from dovetail.front import request_checks
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake
-from dovetail.front.outputs import OutputBuilder, RequestGroup
+from dovetail.front.outputs import OutputBuilder, RequestGroup, by_sample
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestFields, RequestOutput
@@ -341,33 +341,30 @@ class RemoteEngine:
                 sample.cached_tokens, sample.first_scheduled_time, sample.first_token_time = first.cached_tokens, first.scheduled, first.token
         ends = {finish.number: finish for finish in frame.finished}
         requests, token_ids = news.requests, news.token_ids
-        stopped, running = list[int](), list[int]()  # samples that a stop string ended, and those that the engine goes on with
-        numbers, plain = unpack_numbers(frame.numbers), list[int]()
-        for number, token, following in zip(numbers, unpack_tokens(frame.token_ids), [*numbers[1:], None], strict=False):
-            sample = samples.get(number)
-            if sample is None or (stopped and sample in news.finished):  # aborted, or ended by a stop string
+        stopped: list[int] = []  # numbers of samples that a stop string ended, and that the engine goes on with
+        found = [samples.get(number) for number in unpack_numbers(frame.numbers)]
+        for sample, tokens in by_sample(found, unpack_tokens(frame.token_ids)):
+            if sample is None or (number := sample.number) not in samples:  # aborted, perhaps by a listener just now, or ended by a stop string
                 continue
             if sample.text is not None and number not in ends:  # fast path without an output
-                plain.append(token)
-                if following != number:
-                    self._tell_text(sample, sample.text, plain)
-                    plain = []
+                self._tell_text(sample, sample.text, tokens)
                 continue
-            sample.output_token_ids.append(token)
-            requests.append(sample)
-            token_ids.append(token)
-            finish = ends.get(number) if following != number else None
-            if sample.watcher is not None and (end := self._watched(sample.watcher, token, finish)) is not None:
-                news.finished[sample] = end
-                stopped.append(number)
-                if ends.pop(number, None) is None:
-                    running.append(number)
+            for place, token in enumerate(tokens, 1):
+                sample.output_token_ids.append(token)
+                requests.append(sample)
+                token_ids.append(token)
+                finish = ends.get(number) if place == len(tokens) else None
+                if sample.watcher is not None and (end := self._watched(sample.watcher, token, finish)) is not None:
+                    news.finished[sample] = end
+                    if ends.pop(number, None) is None:
+                        stopped.append(number)
+                    break
         for finish in ends.values():
             if (sample := samples.get(finish.number)) is not None:
                 sample.preemptions, sample.pauses = finish.preemptions, finish.pauses
                 news.finished[sample] = Finish(finish.reason, finish.stop_reason, finish.keeps_token)
-        if running:
-            self._line.send(Abort(running))
+        if stopped:
+            self._line.send(Abort(stopped))
         if frame.extra is not None:
             self._read_extra(frame.extra, news)
         return news

@@ -42,6 +42,7 @@ class SampleState(Protocol):
 READ_TOGETHER = 32  # tokens of an answer that is delivered at its end: one by one they take several times as long
 
 S = TypeVar("S", bound=SampleState)
+K = TypeVar("K")
 
 
 class News(Protocol):
@@ -186,7 +187,7 @@ class OutputBuilder:
         for request, hosts, position in delivery.logprobs:
             if (log := samples[request].logprobs) is not None:
                 log.add(hosts, position)
-        for request, tokens in _by_request(delivery.requests, delivery.token_ids):
+        for request, tokens in by_sample(delivery.requests, delivery.token_ids):
             sample = samples[request]
             if sample.plain and request not in finished:
                 if sample.group.kind is OutputKind.DELTA:
@@ -245,9 +246,9 @@ class OutputBuilder:
     def _feed(self, sample: SampleOutput, tokens: Sequence[int], finish: Finish | None) -> None:
         """Its text grows by `tokens`; not by a last one that stopped it, unless asked for."""
         stopped_by_it = finish is not None and finish.reason == "stop" and not isinstance(finish.stop_reason, str) and not finish.keeps_token
-        if sample.text is None or sample.watches:
-            if sample.text is None or not stopped_by_it:
-                return
+        if sample.text is None or (sample.watches and not stopped_by_it):
+            return
+        if sample.watches:
             tokens = tokens[-1:]  # it has seen the others
         if stopped_by_it and not sample.group.params.include_stop_str_in_output:
             tokens = tokens[:-1]
@@ -271,12 +272,12 @@ class OutputBuilder:
             known.extend(TokenLogprobs.of_steps(steps, params.prompt_logprobs or 0, self._texts[params.detokenize]))
 
 
-def _by_request(requests: Sequence[SampleState], token_ids: Sequence[int]) -> Iterable[tuple[SampleState, tuple[int, ...]]]:
-    """Return each request with its new tokens, as those of one follow each other: nearly always a single one."""
-    if not any(map(is_, requests, islice(requests, 1, None))):
-        return zip(requests, zip(token_ids, strict=True), strict=True)
-    pairs = groupby(zip(requests, token_ids, strict=True), key=itemgetter(0))
-    return [(request, tuple([token for _, token in pair])) for request, pair in pairs]
+def by_sample(samples: Sequence[K], token_ids: Sequence[int]) -> Iterable[tuple[K, tuple[int, ...]]]:
+    """Return each sample with its new tokens, as those of one follow each other: nearly always a single one."""
+    if not any(map(is_, samples, islice(samples, 1, None))):
+        return zip(samples, zip(token_ids, strict=True), strict=True)
+    pairs = groupby(zip(samples, token_ids, strict=True), key=itemgetter(0))
+    return [(sample, tuple([token for _, token in pair])) for sample, pair in pairs]
 
 
 def _earliest(times: Iterable[float | None]) -> float | None:
