@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from dovetail.config import EngineConfig
     from dovetail.errors import DovetailError
     from dovetail.front.async_engine import AsyncLLMEngine
+    from dovetail.front.engine_args import EngineArgs
     from dovetail.front.llm import LLM
     from dovetail.front.llm_engine import LLMEngine
-    from dovetail.front.vllm_args import EngineArgs
     from dovetail.request import CompletionOutput, RequestOutput
     from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams
     from dovetail.structured import Structured, StructuredOutputsParams
@@ -26,7 +26,7 @@ _HOMES = {
     "LLMEngine": "dovetail.front.llm_engine",
     "AsyncLLMEngine": "dovetail.front.async_engine",
     "BeamSearchParams": "dovetail.sampling_params",
-    "EngineArgs": "dovetail.front.vllm_args",
+    "EngineArgs": "dovetail.front.engine_args",
     "EngineConfig": "dovetail.config",
     "DovetailError": "dovetail.errors",
     "CompletionOutput": "dovetail.request",

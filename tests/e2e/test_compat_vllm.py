@@ -16,7 +16,7 @@ from dovetail.compat.vllm import gaps
 from dovetail.compat.vllm.sampling_params import RequestOutputKind
 from dovetail.compat.vllm.utils.argparse_utils import FlexibleArgumentParser
 from dovetail.errors import ConfigError, DovetailError, RequestError
-from dovetail.front import vllm_args
+from dovetail.front.engine_args import flag_of
 from dovetail.front.vllm_args import ARGUMENTS, translated
 from dovetail.front.vllm_methods import METHOD_TABLE
 from tests.docs.pages import DOCS
@@ -271,7 +271,7 @@ def test_flags_are_read_as_those_of_the_server() -> None:
 
 def test_each_argument_is_a_flag() -> None:
     text = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="x")).format_help()
-    assert all(vllm_args.flag_of(name) in text for name in ARGUMENTS)
+    assert all(flag_of(name) in text for name in ARGUMENTS)
 
 
 @pytest.mark.parametrize(

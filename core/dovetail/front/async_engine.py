@@ -21,8 +21,8 @@ from dovetail.sampling_params import OutputKind, SamplingParams, in_use
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
+    from dovetail.front.engine_args import EngineArgs
     from dovetail.front.engine_info import ModelConfig
-    from dovetail.front.vllm_args import EngineArgs
 
 
 class _Consumer:

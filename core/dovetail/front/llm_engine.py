@@ -30,8 +30,8 @@ from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
+    from dovetail.front.engine_args import EngineArgs
     from dovetail.front.engine_info import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-    from dovetail.front.vllm_args import EngineArgs
     from dovetail.registry.registry import Registry
 
 logger = logging.getLogger("dovetail")
@@ -107,7 +107,7 @@ class LLMEngine(SaysWhatIsMissing):
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> LLMEngine:
         """Make the engine that `EngineArgs` describe. Raises as `from_config`."""
-        from dovetail.front.vllm_args import engine_config_of
+        from dovetail.front.engine_args import engine_config_of
 
         return cls.from_config(engine_config_of(engine_args))
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import logging
 import re
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from decimal import Decimal
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from dovetail.checks import as_number, did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, RequestError
+from dovetail.front.vllm_speculation import speculation_of
 from dovetail.roadmap import planned
 from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
-from dovetail.yaml_source import parse_yaml
 
 logger = logging.getLogger("dovetail")
 
@@ -41,82 +39,6 @@ class Argument:
     def is_switch(self) -> bool:
         """True if it is on or off: as a flag of a command line it takes no value."""
         return any(type(value) is bool for value in (*self.taken, *self.refused))
-
-
-class EngineArgs:
-    """The arguments of an engine, as vLLM or as `engine.yaml` names them, for `LLMEngine.from_engine_args`."""
-
-    def __init__(self, model: str | Path = "demo", **arguments: Any) -> None:
-        """Raises `ConfigError` for what can't be honoured, naming what would be right."""
-        self._config = EngineConfig.load({"model": str(model) if isinstance(model, Path) else model}, **translated(arguments))
-
-    @staticmethod
-    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Add a flag for each argument, with dashes, to an argument parser, and return it. Values are YAML. Flags that aren't given are no attributes
-        of the namespace, so that `LLM(**vars(args))` takes the defaults."""
-        parser.add_argument("--model", default=SUPPRESS, help="a directory, a hub id, or demo")
-        for name, is_switch in ARGUMENTS.items():
-            if is_switch:
-                parser.add_argument(flag_of(name), action=BooleanOptionalAction, default=SUPPRESS)
-            elif name != "model":
-                parser.add_argument(flag_of(name), type=_read_flag(name), default=SUPPRESS)
-        return parser
-
-    @classmethod
-    def from_cli_args(cls, args: Namespace) -> EngineArgs:
-        """Make it of a namespace that `add_cli_args` has filled; other attributes are ignored. Raises `ConfigError`."""
-        return cls(**{name: value for name, value in vars(args).items() if name in ARGUMENTS or name == "model"})
-
-    def create_engine_config(self) -> EngineConfig:
-        """The same in Dovetail's words."""
-        return self._config
-
-    def __repr__(self) -> str:
-        given = {key: getattr(self._config, key) for key in sorted(self._config.model_fields_set)}
-        return f"EngineArgs({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of an argument."""
-    return "--" + name.replace("_", "-")
-
-
-def flag_value(name: str, text: str) -> Any:
-    """Return a flag's value, which is YAML; vLLM's short forms of counts (32k, 1.5M) are read, too. Raises `ConfigError`."""
-    if not text.strip():
-        raise ConfigError(f"{flag_of(name)}: it needs a value")
-    if name in _COUNTS and (short := _SHORT.fullmatch(text)):
-        number, unit = short.groups()
-        count = Decimal(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1)
-        if count != int(count):
-            raise ConfigError(f"{flag_of(name)}: {text} isn't a whole number")
-        return int(count)
-    return text if name in SECRETS else parse_yaml(text, flag_of(name)).value
-
-
-def _read_flag(name: str) -> Callable[[str], Any]:
-    """Return `flag_value` of an argument with the errors that argparse shows."""
-
-    def read(text: str) -> Any:
-        try:
-            return flag_value(name, text)
-        except ConfigError as error:
-            raise ArgumentTypeError(str(error)) from None
-
-    return read
-
-
-_COUNTS = {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
-_SHORT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])")  # small letters: powers of 1000; capital ones: of 1024
-
-
-def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:
-    """Raises `ConfigError` for anything else, a vLLM object of that name too."""
-    if isinstance(arguments, EngineArgs):
-        return arguments.create_engine_config()
-    if isinstance(arguments, EngineConfig):
-        return arguments
-    raise ConfigError(f"engine_args must be dovetail.EngineArgs or an EngineConfig, got {shown(arguments)}")
 
 
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,57 +191,11 @@ def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str
 
 
 def _speculation(name: str) -> Argument:
-    """vLLM's settings of speculative decoding. Its fields are keys of `speculation` and options of the drafter."""
-
-    def becomes(value: Any) -> Mapping[str, Any] | None:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            return None
-        given = {key: one for key, one in value.items() if one is not None}
-        method = given.pop("method", None) or _method_of(given.get("model"))
-        if method not in _DRAFTER_FIELDS or (method != "draft_model" and given.pop("model", "ngram") not in _LOOKUP):
-            return None
-        ours: dict[str, Any] = {}
-        if (most := given.pop("num_speculative_tokens", None)) is not None:
-            ours["max_drafts"] = most
-        if method == "ngram" and (lookup := {"prompt_lookup_min", "prompt_lookup_max"} & set(given)):  # of one, the other is the same
-            given = {"prompt_lookup_min": given[min(lookup)], "prompt_lookup_max": given[max(lookup)]} | given
-        if given.get("suffix_decoding_max_cached_requests", 0) != 0:
-            raise ConfigError(f"{name}: suffix_decoding_max_cached_requests: set kept_tokens and kept_clients of speculation.drafter")
-        options = {}
-        for field, one in given.items():
-            if field not in _DRAFTER_FIELDS[method]:
-                raise ConfigError(f"{name}: {field!s:.80}: method {method} takes {', '.join(['num_speculative_tokens', *_DRAFTER_FIELDS[method]])}")
-            options[_DRAFTER_FIELDS[method][field]] = one
-        return {"speculation": {"drafter": {"name": f"dovetail:{'model' if method == 'draft_model' else method}", **options}, **ours}}
-
+    """vLLM's settings of speculative decoding."""
     says = "methods `ngram`, `suffix` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields are options"
     taken = ({"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"}, {"model": "demo-draft", "num_speculative_tokens": 4}, None)
     refused = ("small", *({"method": method, "model": "m"} for method in ("eagle3", "mtp", "medusa")), {"model": "some/EAGLE3-head"})
-    return Argument(name, "speculation", becomes, says, _DRAFTERS, taken, refused)
-
-
-_LOOKUP = ("ngram", "[ngram]")  # instead of a model's name
-
-
-def _method_of(model: Any) -> str | None:
-    """Return the method that `model` implies."""
-    if not isinstance(model, str) or any(head in model.lower() for head in ("eagle", "medusa", "mtp", "mlp_speculator", "mlp-speculator")):
-        return None
-    return "ngram" if model in _LOOKUP else "draft_model"
-
-
-_DRAFTER_FIELDS = {  # method -> field -> option of the drafter
-    "draft_model": {"model": "model"},
-    "ngram": {"prompt_lookup_min": "min_match", "prompt_lookup_max": "max_match"},
-    "suffix": {
-        "suffix_decoding_max_tree_depth": "max_match",
-        "suffix_decoding_max_spec_factor": "max_factor",
-        "suffix_decoding_min_token_prob": "min_share",
-        "suffix_decoding_max_cached_requests": "kept_tokens",
-    },
-}
+    return Argument(name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused)
 
 
 _MACHINES, _LORA = planned("Several machines"), planned("LoRA adapters")
