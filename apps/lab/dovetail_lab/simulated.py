@@ -17,6 +17,7 @@ from dovetail.api.executor import Batch, Capacity, Drafts, Executor, ExecutorCap
 from dovetail.api.kv_cache import KVLayout
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.kv_layout import PlannedLayout
+from dovetail.runtime.token_sizes import most_lines
 from dovetail.testing.fake_executor import next_allowed
 from dovetail_lab.cache_layout import layout_of, pool_tokens, windows_of
 from dovetail_lab.grammars import SimulatedGrammars
@@ -29,7 +30,6 @@ from dovetail_lab.traces.request import stream_of
 DEFAULT_BLOCK_SIZE = 16
 OVERLAPPED = 2  # default number of steps in flight
 CORE_STREAM, LAUNCH_STREAM = 1, 2  # of random numbers
-MOST_LINES = 512
 FILLER = np.ones(1, np.int32)  # a request's answer if none was set
 
 
@@ -161,8 +161,8 @@ class SimulatedExecutor(Executor):
         config = self.context.config
         planned = self._planned_layout()
         layout = layout_of(self.profile.cache_groups, self._block_size, config.max_model_len) if planned is None else planned.layout
-        seqs, drafts = config.max_num_seqs, config.max_drafts
-        max_lines = self.options.max_lines or max(seqs, min(seqs * (1 + drafts), config.max_num_batched_tokens, MOST_LINES))
+        drafts = config.max_drafts
+        max_lines = self.options.max_lines or most_lines(config.max_num_seqs, drafts, config.max_num_batched_tokens)
         num_pages = self.options.num_blocks or self._measured_pages(layout)
         self._windows = windows_of(layout)
         return Capacity(
