@@ -123,6 +123,7 @@ class Request:
         "deadline",
         "extra",
         "id",
+        "indivisible",
         "max_tokens",
         "params",
         "parent",
@@ -151,6 +152,7 @@ class Request:
         extra: Mapping[str, Any] | None = None,
         ttft_deadline: float | None = None,
         tbt_s: float | None = None,
+        indivisible: bool = False,
     ) -> None:
         """Make a request. `prompt_token_ids`: of an int64 array a read-only view is kept, and it must not change afterwards; any other sequence is
         copied. Raises `OverflowError` if an id needs more than 64 bits."""
@@ -169,6 +171,7 @@ class Request:
         self.predicted_tokens = predicted_tokens  # a predicted length of the output, in tokens, if given
         self.parent = parent  # for a sample of n > 1, the id of the user's request
         self.cache_keys = cache_keys  # salt, adapters: requests share K and V only if theirs are equal
+        self.indivisible = indivisible  # its prompt is computed in one step: `Step.grant` grants all of it, or refuses
         self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))  # distribution -> its own validated model
 
     @property

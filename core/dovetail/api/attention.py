@@ -48,6 +48,8 @@ class AttentionCapabilities:
     softcap: bool = False  # `LayerSpec.softcap`
     v_in_k: bool = False  # `LayerSpec.v_in_k`; `head_sizes` doesn't apply to such layers
     groups: bool = False  # several cache groups, blocks of several pages, and block sizes that differ between groups
+    causal: bool = True  # layers whose tokens attend to those before them
+    bidirectional: bool = False  # layers with `LayerSpec.causal` False
 
     def supports_block_size(self, block_size: int) -> bool:
         if self.block_sizes is not None and block_size not in self.block_sizes:
@@ -76,6 +78,9 @@ class LayerSpec:
     v_in_k: bool = False  # V is the first `v_head_size` numbers of K, and K alone is stored (latent attention)
     v_head_size: int | None = None  # of V and of what `attend` returns, with `v_in_k`; None: head_size
     shares: int | None = None  # `index` of an earlier layer whose cache it reads: it has none of its own, and `write` isn't called
+    # False: each token attends to all tokens of its row, or of a `window` to those less than that many tokens away on both sides. Every row then
+    # computes its whole prompt in one step, and nothing is read later: such a backend may store nothing (`tensor_bytes` of zeros)
+    causal: bool = True
 
     @property
     def out_size(self) -> int:
@@ -224,6 +229,10 @@ class AttentionBackend(ABC):
             reasons.append(f"block size {context.block_size} is not among {sizes}")
         if not caps.window and any(layer.window is not None for layer in layers):
             reasons.append("sliding windows aren't supported")
+        if not caps.causal and any(layer.causal for layer in layers):
+            reasons.append("causal attention isn't supported")
+        if not caps.bidirectional and not all(layer.causal for layer in layers):
+            reasons.append("attention to later tokens (an encoder's) isn't supported")
         if not caps.sinks and any(layer.sinks for layer in layers):
             reasons.append("attention sinks aren't supported")
         if not caps.softcap and any(layer.softcap is not None for layer in layers):

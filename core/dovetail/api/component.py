@@ -24,11 +24,11 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "scheduler": "0.4",
     "kv_cache": "0.4",
-    "attention": "0.4",
+    "attention": "0.5",
     "model": "0.3",
     "sampler": "0.3",
     "grammar": "0.1",
-    "executor": "0.6",
+    "executor": "0.7",
     "observer": "0.1",
     "drafter": "0.1",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -88,6 +88,9 @@ class ExecutorConfig:
     state_dtype: str = "float32"  # of recurrent states
     max_drafts: int = 0  # most drafts that a row checks in a step; 0: no speculation
     draft_model: str | None = None  # directory of a model that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
+    pooling: Mapping[str, Any] = field(default_factory=dict)  # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
+    max_adapters: int = 0  # slots for LoRA adapters on the device; 0: none
+    max_adapter_rank: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,46 @@ class ExecutorCapabilities:
     draft_model: bool = False
 
 
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]
+PoolingMethod = Literal["last", "mean", "cls"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPooling:
+    """What a request that pools wants of its prompt's states. "embed": one vector; "classify": the scores of the labels; with "token_", these of each
+    token."""
+
+    task: PoolingTask
+    dimensions: int | None = None  # keep that many leading numbers of an embedding; None: all
+    activate: bool = True  # normalize an embedding to length 1, turn scores into probabilities; False: as the last layer returns them
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCapacity:
+    """How a model pools. It can serve `tasks`, and pools a vector of a whole prompt by `method`."""
+
+    tasks: tuple[PoolingTask, ...]
+    method: PoolingMethod
+    size: int  # numbers of an embedding
+    labels: tuple[str, ...] = ()  # of a classifier, in the order of its scores; one label: a score
+    generates: bool = True  # it can generate, too
+    indivisible: bool = False  # a prompt is computed in one step, without cached tokens: tokens attend to later ones
+    dimensions: tuple[int, ...] | None = None  # sizes to which an embedding may be cut; None: any up to `size`
+
+    def needs_all_states(self, task: PoolingTask) -> bool:
+        """Return True if tokens found in the prefix cache would be missing from the result."""
+        return self.method != "last" or task.startswith("token_")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCapacity:
+    """Bank of slots for LoRA adapters, and the modules that adapters may change. Slot 0 holds none and is never loaded."""
+
+    slots: int  # besides slot 0
+    max_rank: int
+    modules: Mapping[str, tuple[int, int]]  # module's full name in checkpoints, "model.layers.0.self_attn.q_proj" -> (in, out) features, of all ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Limits of a started executor and its model."""
@@ -133,6 +176,8 @@ class Capacity:
     line_costs: tuple[tuple[int, float], ...] = ()
     # (rows, seconds) that a draft model takes for one draft of each of that many rows; ascending. Empty: there is none, or it isn't measured
     draft_costs: tuple[tuple[int, float], ...] = ()
+    pooling: PoolingCapacity | None = None  # None: it only generates
+    adapters: AdapterCapacity | None = None  # None: it can't use adapters, or `ExecutorConfig.max_adapters` is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +195,19 @@ class NewRow:
     # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and never read. Of a recurrent group, one block
     pages: tuple[Int32, ...]
     sampling: RowSampling
+    pooling: RowPooling | None = None  # not None: it yields no token, but once its prompt is computed what it pools (`Batch.pooled`)
+    adapter: int = 0  # slot of its LoRA adapter; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """A LoRA adapter to be written to a slot of the device's bank, in place of what the slot held. For a module named m, the safetensors file at
+    `path` holds "m.lora_A" [rank, in] and "m.lora_B" [out, rank], of any floating dtype; the module then adds (x A^T) B^T to its output, as the
+    adapter's scale is in B already. The file doesn't change while a step with this load is uncollected."""
+
+    slot: int  # 1 or more
+    path: str
+    digest: str  # of the adapter's content: a name for what was prepared earlier for the same bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +253,8 @@ class Batch:
     checkpoints: tuple[RowCheckpoint, ...] = ()  # at most one per row of `rows`
     late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
     drafts: Drafts | None = None  # None: no row has any
+    pooled: Int32 | None = None  # [any] ascending indices of `rows` whose results are due: they end their prompts, and yield no token
+    adapters: tuple[AdapterLoad, ...] = ()  # written before anything is computed
 
     @property
     def num_lines(self) -> Int32:
@@ -234,6 +294,8 @@ class Result:
     # index in the batch -> logprobs of the token *after* each computed one (n = num_tokens, one less at the end of the known tokens)
     prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)  # index in the batch -> why this row failed; the others are valid
+    # index in the batch -> the result of a row in `Batch.pooled`: [size], or [prompt tokens, size] of tasks that begin with "token_"
+    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
     counts: Int32 | None = None  # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has `drafts`
 
 

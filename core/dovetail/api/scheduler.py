@@ -24,6 +24,7 @@ class Refusal(Enum):
     PACE = "more prompt tokens would raise the inter-token latency of streamed answers too much"
     SEATS = "max_num_seqs requests run in this step already"
     MEMORY = "not enough KV blocks, even if all offered requests were evicted"
+    ADAPTERS = "every slot for adapters was taken in this step"
     NOT_NOW = "granted, evicted or rejected in this step already, or waiting for tokens in flight"
 
 
@@ -184,6 +185,8 @@ class Step(Protocol):
         evict: Iterable[Request] = (),
     ) -> Grant:
         """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all n; or refuse, with nothing changed.
+
+        A prompt that can't be divided (`Request.indivisible`) is granted whole or refused with BUDGET, whatever `max_tokens` says.
 
         While answers are streamed, the engine's `pace` also caps the prompt tokens of a step, for all policies except those that claim not to be
         `paced`. Fewer than n may run then, with blocks for all n nevertheless, but at least `min_tokens`, and the first prompt of a step always

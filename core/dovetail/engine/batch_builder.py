@@ -41,7 +41,10 @@ class BatchBuilder:
         for request in newcomers:
             self._rows.assign(request)
         removed = self._rows.take_removed()
-        yields_token = None if not step.prefill_tokens else [r.yields_token for r in requests]
+        yields_token, pooled = None, list[int]()
+        if step.prefill_tokens:
+            yields_token = [r.yields_token and r.pooling is None for r in requests]
+            pooled = [index for index, r in enumerate(requests) if r.pooling is not None and r.yields_token]
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
@@ -55,6 +58,7 @@ class BatchBuilder:
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
             late=constrained and any(r.yields_token and r.constraint is not None and r.constraint.may_mask(r.in_flight - 1) for r in requests),
             drafts=_drafts(requests, drafts) if drafts else None,
+            pooled=np.array(pooled, np.int32) if pooled else None,
         )
         flight = InFlightStep(
             index=step.index,
@@ -75,6 +79,7 @@ class BatchBuilder:
             decisions=tuple(step.decisions or ()),
             unsampled=batch.late,
             drafts=drafts,
+            pooled=pooled,
         )
         return batch, flight
 
@@ -119,4 +124,5 @@ def _new_row(request: LiveRequest, granted: int, tables: tuple[Pages, ...]) -> N
         computed=request.num_computed - granted,
         pages=tuple(np.array(pages, np.int32) for pages in tables),
         sampling=request.sampling,
+        pooling=request.pooling,
     )

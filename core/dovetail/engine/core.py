@@ -423,6 +423,11 @@ class EngineCore:
                 if fresh is not None:
                     delivery.prompt_logprobs.append((request, fresh))
             if not sampled:
+                if index in flight.pooled:
+                    request.in_flight -= 1
+                    request.first_token_time = request.last_token_time = now
+                    delivery.pooled.append((request, result.pooled[index]))
+                    finished[request] = Finish("stop")
                 continue
             if request.in_flight:  # as `LiveRequest.receive`: a call for each token would be 3 % of a step's time here
                 request.in_flight -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import HostLogprobs, Result
 from dovetail.api.observer import Decision
@@ -13,6 +13,10 @@ from dovetail.api.scheduler import Ran
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.errors import DovetailError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -25,6 +29,7 @@ class Delivery:
     finished: dict[LiveRequest, Finish] = field(default_factory=dict)
     logprobs: list[tuple[LiveRequest, HostLogprobs, int]] = field(default_factory=list)  # of each token of requests that want them, with its index
     prompt_logprobs: list[tuple[LiveRequest, HostLogprobs]] = field(default_factory=list)
+    pooled: list[tuple[LiveRequest, NDArray[np.float32]]] = field(default_factory=list)  # results of requests that pool, which end with them
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class InFlightStep:
     drafts: dict[LiveRequest, Sequence[int]] = field(default_factory=dict)
     cuts: dict[LiveRequest, tuple[int, str]] = field(default_factory=dict)  # of constrained ones: the tokens that it may yield, and why no more
     accepted: dict[LiveRequest, int] = field(default_factory=dict)  # of `drafts`, once the results are in
+    pooled: Sequence[int] = ()  # indices of rows that pool, and whose results are due
 
     @property
     def yields(self) -> bool:
@@ -71,6 +77,8 @@ class InFlightStep:
             if len(counts) != rows or not all(low <= count <= high for low, count, high in zip(least, counts.tolist(), most, strict=True)):
                 raise DovetailError(f"step {self.index}: the executor returned {counts.tolist()} tokens a row, where {most} are the most")
             rows = int(counts.sum())
+        if missing := set(self.pooled) - {*result.pooled, *result.failed}:
+            raise DovetailError(f"step {self.index}: the executor returned no pooled result of rows {sorted(missing)}")
         if len(result.token_ids) != rows:
             raise DovetailError(f"the executor returned {len(result.token_ids)} tokens for the {rows} rows of step {self.index}")
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from dovetail.api.executor import RowPooling
+    from dovetail.engine.adapters import Adapter
     from dovetail.engine.constraint import Constraint
     from dovetail.engine.finish import Gate, Preparation, TokenWatcher
 
@@ -38,6 +40,7 @@ class LiveRequest(Request):
     """A request in the engine. Its block tables are the KV-cache manager's; the executor keeps a copy in its rows."""
 
     __slots__ = (
+        "adapter",
         "cached_tokens",
         "capacity",
         "constraint",
@@ -56,6 +59,7 @@ class LiveRequest(Request):
         "order",
         "output_token_ids",
         "pauses",
+        "pooling",
         "preemptions",
         "prefill_end",
         "preparations",
@@ -81,16 +85,21 @@ class LiveRequest(Request):
         stop_ids: Collection[int] = (),
         watchers: Sequence[TokenWatcher] = (),
         constraint: Constraint | None = None,
+        pooling: RowPooling | None = None,
+        adapter: Adapter | None = None,
         **fields: Any,
     ) -> None:
         """Make a request that hasn't arrived. `sampling` are its parameters for the executor, `stop_ids` the tokens that end it, as any of the
-        `watchers` may. A `constraint` masks each token; it watches, too, and the request waits for it. `fields` are those of `Request`."""
+        `watchers` may. A `constraint` masks each token; it watches, too, and the request waits for it, as for its `adapter`. With `pooling` it ends
+        with its prompt, without a token; `max_tokens` is 1 then. `fields` are those of `Request`."""
         super().__init__(id, prompt_token_ids, params, max_tokens=max_tokens, **fields)
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
         self.constraint = constraint
         self.watchers: tuple[TokenWatcher, ...] = (*watchers,) if constraint is None else (constraint, *watchers)
-        self.preparations: tuple[Preparation, ...] = () if constraint is None else (constraint,)  # it waits for them before policies see it
+        self.pooling, self.adapter = pooling, adapter
+        # it waits for them before policies see it
+        self.preparations: tuple[Preparation, ...] = tuple(one for one in (constraint, adapter) if one is not None)
         self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself included; empty for n = 1
         self.gates: list[Gate] = []  # reasons to hold it back when it arrives
         self.status = Status.NEW

@@ -270,6 +270,8 @@ class PlannedStep:
             return Refusal.NOT_NOW
         source = self._fork_source(request) if request.status is Status.WAITING else None
         start, end = self._span(request, source)
+        if request.indivisible:
+            max_tokens, min_tokens = None, end - start
         tokens, least = min(end - start, self._tokens_left), max(1, min(min_tokens, end - start))
         if max_tokens is not None:
             tokens = min(tokens, max_tokens)

@@ -10,7 +10,7 @@ def dovetail_components() -> list[ComponentSpec]:
     return [
         ComponentSpec(
             kind="attention",
-            api="0.4",
+            api="0.5",
             name="torch",
             target="dovetail_attention.sdpa:TorchAttention",
             summary="PyTorch's scaled dot product over gathered K and V: any device, dtype, head size and block size",
@@ -18,7 +18,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         ComponentSpec(
             kind="attention",
-            api="0.4",
+            api="0.5",
             name="triton",
             target="dovetail_attention.triton_backend:TritonAttention",
             summary="Dovetail's paged Triton kernels for NVIDIA GPUs: split decode, ragged prefill, shared prefixes, any block size",
@@ -26,7 +26,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         ComponentSpec(
             kind="attention",
-            api="0.4",
+            api="0.5",
             name="flash_attn",
             target="dovetail_attention.flash:FlashAttention",
             summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and bfloat16, blocks of 256",

@@ -1,0 +1,85 @@
+"""`PoolingParams`: what to make of the states of a prompt; and the results of requests that have them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from dovetail.checks import plain_integer, shown
+from dovetail.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dovetail.request import RequestMetrics
+
+Task = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """Parameters of a request that ends with its prompt. Checked when made: a wrong value raises `RequestError`."""
+
+    task: Task | None = None  # None: what the model is made for
+    dimensions: int | None = None  # of an embedding: that many leading numbers, then normalized
+    use_activation: bool | None = None  # False: neither normalize an embedding nor turn scores into probabilities; None: True
+    truncate_prompt_tokens: int | None = None  # keep the prompt's first k tokens, with the special ones at its end; -1: as many as fit
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task not in TASKS:
+            raise RequestError(f"task must be one of {', '.join(TASKS)}, or None, got {shown(self.task)}")
+        for name, low in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value: Any = getattr(self, name)
+            if value is not None and ((number := plain_integer(value)) is None or number < low or number == 0):
+                raise RequestError(f"{name} must be an integer of 1 or more, or {'-1 or ' if low < 0 else ''}None, got {shown(value)}")
+        if self.use_activation is not None and type(self.use_activation) is not bool:
+            raise RequestError(f"use_activation must be true, false or None, got {shown(self.use_activation)}")
+
+    def clone(self) -> PoolingParams:
+        """Return it: parameters of pooling can't be changed."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """A result as it is: `data` [size], or [tokens, size] of tasks for each token."""
+
+    data: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    probs: list[float]  # of each label
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    score: float
+
+
+Output = TypeVar("Output", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[Output]):
+    """The result of one request that pools, given once. `outputs` is None if it failed, was rejected or aborted: `finish_reason` says which."""
+
+    request_id: str
+    outputs: Output | None
+    prompt_token_ids: Sequence[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+    prompt: str | None = None
+    finish_reason: str | None = None  # "stop": it is complete
+    stop_reason: int | str | None = None  # why it failed or was rejected
+    metrics: RequestMetrics | None = None
+    prompt_index: int = 0  # index of its prompt in the list that `LLM` was given
