@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,12 @@ import pytest
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
-from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext, NewRow
+from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext, NewRow, PoolingCapacity, RowPooling
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.testing import FakeExecutor, FakeExecutorOptions, FakeKVCache, make_request
-from dovetail.testing.fake_executor import expected_tokens
+from dovetail.testing.fake_executor import expected_pooled, expected_tokens
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -128,3 +129,49 @@ def test_the_fake_manager_loses_no_block() -> None:
     kv._free.append(0)
     with pytest.raises(DovetailError, match="twice"):
         kv.check_integrity()
+
+
+MEAN = PoolingCapacity(("embed", "token_embed", "classify"), "mean", size=3, labels=("no", "yes"))
+EMBED = RowPooling("embed")
+
+
+def pooling_row(pooling: RowPooling = EMBED, **fields: Any) -> NewRow:
+    return replace(row(**fields), pooling=pooling)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "shape"),
+    [(EMBED, (3,)), (RowPooling("embed", 2, activate=False), (2,)), (RowPooling("classify"), (2,)), (RowPooling("token_embed"), (5, 3))],
+)
+def test_a_row_pools_at_the_end_of_its_prompt(pooling: RowPooling, shape: tuple[int, ...]) -> None:
+    fake, due = executor(pooling=MEAN), np.array([0])
+    fake.submit(batch(0, [0], [3], [False], added=(pooling_row(pooling),)))
+    fake.submit(batch(1, [0, 1], [2, 5], [False, True], added=(row(1, blocks=(2, 3)),), pooled=due))
+    assert not fake.collect(0).pooled
+    result = fake.collect(1)
+    assert [*result.pooled] == [0]
+    assert result.pooled[0].shape == shape
+    np.testing.assert_array_equal(result.pooled[0], expected_pooled(PROMPT, pooling, MEAN))
+    assert result.token_ids.tolist() == [-1, *expected_tokens(PROMPT, 1)]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "wrong", "words"),
+    [
+        (None, batch(0, [0], [5], [False], added=(pooling_row(),), pooled=np.array([0])), "a task that the model can serve"),
+        (
+            MEAN,
+            batch(0, [0], [5], [False], added=(pooling_row(RowPooling("token_classify")),), pooled=np.array([0])),
+            "a task that the model can serve",
+        ),
+        (MEAN, batch(0, [0], [5], added=(pooling_row(),), pooled=np.array([0])), "yields no token"),
+        (MEAN, batch(0, [0], [5], [False], added=(pooling_row(),)), "exactly when they end"),
+        (MEAN, batch(0, [0], [4], [False], added=(pooling_row(),), pooled=np.array([0])), "exactly when they end"),
+        (MEAN, batch(0, [0], [1], [False], added=(pooling_row(computed=4),), pooled=np.array([0])), "starts without computed tokens"),
+        (replace(MEAN, indivisible=True), batch(0, [0], [4], [False], added=(pooling_row(),)), "computed in one step"),
+        (replace(MEAN, generates=False), batch(0, [0], [5], added=(row(),)), "generates nothing"),
+    ],
+)
+def test_a_breach_of_the_contract_of_pooling_is_caught_at_once(capacity: PoolingCapacity | None, wrong: Batch, words: str) -> None:
+    with pytest.raises(DovetailError, match=words):
+        executor(pooling=capacity).submit(wrong)

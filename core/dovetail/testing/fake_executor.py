@@ -9,13 +9,25 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.clock import VirtualClock
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
+from dovetail.api.executor import (
+    Batch,
+    Capacity,
+    Executor,
+    ExecutorCapabilities,
+    ExecutorContext,
+    Masks,
+    NewRow,
+    PoolingCapacity,
+    Result,
+    RowPooling,
+)
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import DovetailError
 
@@ -38,6 +50,7 @@ class FakeExecutorOptions(BaseModel):
     seconds_per_step: float = Field(0.01, gt=0)
     seconds_per_token: float = Field(0.001, ge=0)
     max_lines: int = Field(default=0, ge=0, description="Lines of a step with drafts; 0: it can't check drafts.")
+    pooling: PoolingCapacity | None = Field(default=None, description="How it pools; None: it only generates.")
 
 
 def prefix_ids(tokens: tuple[int, ...] | list[int]) -> list[int]:
@@ -77,6 +90,23 @@ def guessed_tokens(tokens: list[int], count: int, seed: int, vocab_size: int) ->
     return known[len(tokens) :]
 
 
+def expected_pooled(prompt: list[int], pooling: RowPooling, capacity: PoolingCapacity) -> NDArray[np.float32]:
+    """Return what the fake pools of a prompt, independent of other requests; the oracle of tests."""
+    embeds = pooling.task.endswith("embed")
+    ids = np.array(prefix_ids(prompt), np.uint64)[:, None]
+    factors = np.arange(1, 1 + (capacity.size if embeds else len(capacity.labels)), dtype=np.uint64)
+    states: NDArray[Any] = (ids * factors % 1009 + 1).astype(np.float32) / 1009  # [tokens, size]
+    if not pooling.task.startswith("token_"):
+        states = {"last": states[-1:], "cls": states[:1], "mean": states.mean(0, keepdims=True)}[capacity.method]
+    result = states[:, : pooling.dimensions]
+    if pooling.activate and embeds:
+        result = result / np.linalg.norm(result, axis=1, keepdims=True)
+    elif pooling.activate:
+        result = 1 / (1 + np.exp(-result)) if len(capacity.labels) == 1 else np.exp(result) / np.exp(result).sum(1, keepdims=True)
+    result = result.astype(np.float32, copy=False)
+    return result if pooling.task.startswith("token_") else result[0]
+
+
 @dataclass
 class _Row:
     tokens: list[int]
@@ -84,6 +114,7 @@ class _Row:
     tables: list[list[int]]  # pages, by group
     seed: int
     drafts: list[int] = field(default_factory=list)  # of a step that isn't sampled yet
+    pooling: RowPooling | None = None
 
 
 class FakeExecutor(Executor):
@@ -107,6 +138,7 @@ class FakeExecutor(Executor):
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
         self._counts: dict[int, list[int]] = {}  # of each pending step with drafts: tokens that each row yielded
+        self._pooled: dict[int, dict[int, NDArray[np.float32]]] = {}  # results of each pending step with pooled rows
         self._broken: str | None = None  # the violated rule: its state may be inconsistent
         self._last_step = -1
         self._last_ended = 0.0
@@ -117,7 +149,7 @@ class FakeExecutor(Executor):
         limits = options.num_blocks, options.max_in_flight, self._layout, options.vocab_size, options.max_model_len
         sizes = sorted({1, options.max_lines}) if options.max_lines else ()
         costs = tuple((lines, options.seconds_per_step + options.seconds_per_token * lines) for lines in sizes)
-        return Capacity(*limits, shared_prefix=True, max_lines=options.max_lines, line_costs=costs)
+        return Capacity(*limits, shared_prefix=True, max_lines=options.max_lines, line_costs=costs, pooling=options.pooling)
 
     def submit(self, batch: Batch) -> int:
         self.check()
@@ -140,6 +172,7 @@ class FakeExecutor(Executor):
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
         self._replace_states(batch)
+        self._pool(batch, rows)
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._read(row, count)
         yields_token = batch.yields_token.tolist()
@@ -171,7 +204,7 @@ class FakeExecutor(Executor):
         if isinstance(self.context.clock, VirtualClock):
             self.context.clock.wait_until(self._last_ended)
         counts = np.array(self._counts.pop(step), np.int32) if step in self._counts else None
-        return Result(step, np.array(tokens, np.int64), started, self._last_ended, counts=counts)
+        return Result(step, np.array(tokens, np.int64), started, self._last_ended, pooled=self._pooled.pop(step, {}), counts=counts)
 
     def check(self) -> None:
         if self._broken is not None:
@@ -190,7 +223,10 @@ class FakeExecutor(Executor):
             self._require(0 <= new.computed < len(new.token_ids), "a new row has no token left to compute")
             self._require(len(new.pages) == len(self._layout.groups), "a new row has a table for each group")
             tables = [pages.tolist() for pages in new.pages]
-            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, tables, new.sampling.seed if new.sampling else 0)
+            if new.pooling is not None:
+                self._require_poolable(new, new.pooling)
+            seed = new.sampling.seed if new.sampling else 0
+            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, tables, seed, pooling=new.pooling)
         for group, row, page in batch.new_pages.tolist():
             self._rows[row].tables[group].append(page)
 
@@ -216,6 +252,30 @@ class FakeExecutor(Executor):
             self._require(all(0 <= token < self.options.vocab_size for token in ids), "drafts are ids of the vocabulary")
             row.drafts = ids
         self._counts[batch.step] = []
+
+    def _require_poolable(self, new: NewRow, pooling: RowPooling) -> None:
+        can = self.options.pooling
+        self._require(can is not None and pooling.task in can.tasks, "a row pools by a task that the model can serve")
+        self._require(len(new.token_ids) == new.prompt_len, "a row that pools has no token but its prompt's")
+        if can is not None:
+            all_states = can.needs_all_states(pooling.task) or can.indivisible
+            self._require(not all_states or not new.computed, "a row that pools all states starts without computed tokens")
+
+    def _pool(self, batch: Batch, rows: list[_Row]) -> None:
+        """Pool the rows whose results are due, once their tokens are computed."""
+        can = self.options.pooling
+        generates = [not yields or row.pooling is None for row, yields in zip(rows, batch.yields_token.tolist(), strict=True)]
+        self._require(all(generates), "a row that pools yields no token")
+        if can is not None and not can.generates:
+            self._require(all(row.pooling is not None for row in rows), "the model generates nothing")
+        due = [index for index, row in enumerate(rows) if row.pooling is not None and row.computed == len(row.tokens)]
+        self._require(due == ([] if batch.pooled is None else batch.pooled.tolist()), "rows pool exactly when they end their prompts")
+        for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
+            whole = row.pooling is None or can is None or not can.indivisible or count == len(row.tokens)
+            self._require(whole, "an indivisible prompt is computed in one step")
+        if can is not None and due:
+            found = [(index, rows[index]) for index in due]
+            self._pooled[batch.step] = {index: expected_pooled(row.tokens, row.pooling, can) for index, row in found if row.pooling is not None}
 
     def _write(self, row: _Row, count: int) -> None:
         tokens = row.tokens + row.drafts
