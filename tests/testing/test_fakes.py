@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
-from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext, NewRow, PoolingCapacity, RowPooling
+from dovetail.api.executor import AdapterLoad, Batch, ExecutorConfig, ExecutorContext, NewRow, PoolingCapacity, RowPooling
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
@@ -20,11 +20,9 @@ from dovetail.testing.fake_executor import expected_pooled, expected_tokens
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def executor(**options: Any) -> FakeExecutor:
-    made = FakeExecutor(
-        FakeExecutorOptions(**options),
-        ExecutorContext(ExecutorConfig("", "auto", "dummy", None, 4, 64, 0.9, None, None, False, True, 0), VirtualClock()),
-    )
+def executor(max_adapters: int = 0, **options: Any) -> FakeExecutor:
+    config = ExecutorConfig("", "auto", "dummy", None, 4, 64, 0.9, None, None, False, True, 0, max_adapters=max_adapters)
+    made = FakeExecutor(FakeExecutorOptions(**options), ExecutorContext(config, VirtualClock()))
     made.start()
     return made
 
@@ -46,6 +44,39 @@ def test_tokens_are_a_function_of_what_came_before() -> None:
         tokens += fake.collect(step).token_ids.tolist()
         fake.submit(batch(step + 1, [0], [1]))
     assert tokens == expected_tokens(PROMPT, 3)
+
+
+def test_tokens_depend_on_the_adapter_in_the_row_s_slot() -> None:
+    fake, tokens = executor(max_adapters=2), []
+    loads = (AdapterLoad(1, "", "one"), AdapterLoad(2, "", "other"))
+    fake.submit(batch(0, [0], [5], added=(replace(row(), adapter=2),), adapters=loads))
+    for step in range(3):
+        tokens += fake.collect(step).token_ids.tolist()
+        fake.submit(batch(step + 1, [0], [1]))
+    assert tokens == expected_tokens(PROMPT, 3, digest="other") != expected_tokens(PROMPT, 3)
+
+
+@pytest.mark.parametrize(("slot", "loaded", "rule"), [(1, 2, "holds none"), (3, 3, "which there isn't")])
+def test_wrong_use_of_slots_is_refused(slot: int, loaded: int, rule: str) -> None:
+    with pytest.raises(DovetailError, match=rule):
+        executor(max_adapters=2).submit(
+            batch(0, [0], [5], added=(replace(row(), adapter=slot),), adapters=(AdapterLoad(loaded, "", "one"),)),
+        )
+
+
+def test_a_slot_keeps_its_adapter_while_a_row_uses_it() -> None:
+    fake = executor(max_adapters=2)
+    fake.submit(batch(0, [0], [5], added=(replace(row(), adapter=1),), adapters=(AdapterLoad(1, "", "one"),)))
+    with pytest.raises(DovetailError, match="keeps its adapter"):
+        fake.submit(batch(1, [0], [1], adapters=(AdapterLoad(1, "", "other"),)))
+
+
+def test_another_adapter_s_keys_and_values_are_never_read() -> None:
+    fake = executor(max_adapters=2)
+    loads = (AdapterLoad(1, "", "one"), AdapterLoad(2, "", "other"))
+    fake.submit(batch(0, [0], [5], added=(replace(row(), adapter=1),), adapters=loads))
+    with pytest.raises(DovetailError, match="another sequence's K and V"):
+        fake.submit(batch(1, [1], [1], added=(replace(row(1, computed=4), adapter=2),)))
 
 
 def test_time_passes_as_on_a_device() -> None:

@@ -1,7 +1,8 @@
 """Executor without a model that validates its batches: it records, for each slot of the paged memory, which token prefix was written there, and fails
 if a request would ever read another's.
 
-A request's next token is a function of all tokens before it, so that any bookkeeping error changes the tokens, or is detected at once.
+A request's next token is a function of all tokens before it and of its adapter's digest, so that any bookkeeping error changes the tokens, or is
+detected at once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import (
+    AdapterCapacity,
     Batch,
     Capacity,
     Executor,
@@ -30,6 +32,8 @@ from dovetail.api.executor import (
 )
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import DovetailError
+
+ADAPTED = {"model.layers.0.self_attn.q_proj": (8, 8), "model.layers.0.mlp.down_proj": (16, 8)}  # modules that adapters may change
 
 
 class FakeExecutorOptions(BaseModel):
@@ -53,25 +57,25 @@ class FakeExecutorOptions(BaseModel):
     pooling: PoolingCapacity | None = Field(default=None, description="How it pools; None: it only generates.")
 
 
-def prefix_ids(tokens: tuple[int, ...] | list[int]) -> list[int]:
-    """Return, for each position, a number that identifies all tokens up to it."""
-    value, values = 0, []
+def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[int]:
+    """Return, for each position, a number that identifies all tokens up to it, and the adapter of this digest ("": none)."""
+    value, values = zlib.crc32(digest.encode()), []
     for token in tokens:
         value = zlib.crc32(int(token).to_bytes(4, "little"), value)
         values.append(value)
     return values
 
 
-def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
-    """Return the tokens that the fake generates for a prompt, independent of other requests; the oracle of tests."""
+def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97, digest: str = "") -> list[int]:
+    """Return the tokens that the fake generates for a prompt with the adapter of this digest, independent of other requests; the oracle of tests."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, seed, vocab_size))
+        tokens.append(next_token(tokens, seed, vocab_size, digest))
     return tokens[len(prompt) :]
 
 
-def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
-    return zlib.crc32(seed.to_bytes(8, "little", signed=False), prefix_ids(tokens)[-1]) % vocab_size
+def next_token(tokens: list[int], seed: int, vocab_size: int, digest: str = "") -> int:
+    return zlib.crc32(seed.to_bytes(8, "little", signed=False), prefix_ids(tokens, digest)[-1]) % vocab_size
 
 
 def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
@@ -82,11 +86,11 @@ def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
 
 
-def guessed_tokens(tokens: list[int], count: int, seed: int, vocab_size: int) -> list[int]:
+def guessed_tokens(tokens: list[int], count: int, seed: int, vocab_size: int, digest: str = "") -> list[int]:
     """Return the drafts of the fake's draft model for `tokens`: the tokens that the fake would generate, except at every fifth position."""
     known = list(tokens)
     for _ in range(count):
-        known.append((next_token(known, seed, vocab_size) + (len(known) % 5 == 0)) % vocab_size)
+        known.append((next_token(known, seed, vocab_size, digest) + (len(known) % 5 == 0)) % vocab_size)
     return known[len(tokens) :]
 
 
@@ -113,8 +117,13 @@ class _Row:
     computed: int
     tables: list[list[int]]  # pages, by group
     seed: int
+    adapter: tuple[int, str] = 0, ""  # slot and digest
     drafts: list[int] = field(default_factory=list)  # of a step that isn't sampled yet
     pooling: RowPooling | None = None
+
+    def prefix_ids(self) -> list[int]:
+        """Return the numbers of its tokens and drafts."""
+        return prefix_ids(self.tokens + self.drafts, self.adapter[1])
 
 
 class FakeExecutor(Executor):
@@ -135,6 +144,7 @@ class FakeExecutor(Executor):
             every = math.lcm(*(group.block_tokens for group in layout))
             layout = (*layout, CacheGroup((len(layout),), every, None, options.state_pages, recurrent=True))
         self._layout = KVLayout(layout, 1, "none")
+        self._adapters = {0: ""}  # slot -> digest of what it holds
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
         self._counts: dict[int, list[int]] = {}  # of each pending step with drafts: tokens that each row yielded
@@ -149,7 +159,9 @@ class FakeExecutor(Executor):
         limits = options.num_blocks, options.max_in_flight, self._layout, options.vocab_size, options.max_model_len
         sizes = sorted({1, options.max_lines}) if options.max_lines else ()
         costs = tuple((lines, options.seconds_per_step + options.seconds_per_token * lines) for lines in sizes)
-        return Capacity(*limits, shared_prefix=True, max_lines=options.max_lines, line_costs=costs, pooling=options.pooling)
+        config = self.context.config
+        adapters = AdapterCapacity(config.max_adapters, config.max_adapter_rank, ADAPTED) if config.max_adapters else None
+        return Capacity(*limits, shared_prefix=True, max_lines=options.max_lines, line_costs=costs, pooling=options.pooling, adapters=adapters)
 
     def submit(self, batch: Batch) -> int:
         self.check()
@@ -164,6 +176,7 @@ class FakeExecutor(Executor):
                 if (copy.src, offset) in self._memory:
                     self._memory[copy.dst, offset] = self._memory[copy.src, offset]
         rows = [self._rows[row] for row in batch.rows.tolist()]
+        self._require(all(self._adapters[row.adapter[0]] == row.adapter[1] for row in rows), "a slot keeps its adapter while a row uses it")
         prefix = batch.shared_prefix_blocks * self._layout.groups[0].pages_per_block
         shared = {tuple(row.tables[0][:prefix]) for row in rows}
         self._require(len(shared) == 1 and len(shared.pop()) == prefix, "shared_prefix_blocks aren't shared by all rows")
@@ -218,6 +231,9 @@ class FakeExecutor(Executor):
         for row in batch.removed.tolist():
             self._require(row in self._rows, f"row {row} was removed but not in use")
             del self._rows[row]
+        for load in batch.adapters:
+            self._require(1 <= load.slot <= self.context.config.max_adapters, f"an adapter is loaded to slot {load.slot}, which there isn't")
+            self._adapters[load.slot] = load.digest
         for new in batch.added:
             self._require(new.row not in self._rows, f"row {new.row} was added but is in use")
             self._require(0 <= new.computed < len(new.token_ids), "a new row has no token left to compute")
@@ -225,8 +241,9 @@ class FakeExecutor(Executor):
             tables = [pages.tolist() for pages in new.pages]
             if new.pooling is not None:
                 self._require_poolable(new, new.pooling)
-            seed = new.sampling.seed if new.sampling else 0
-            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, tables, seed, pooling=new.pooling)
+            self._require(new.adapter in self._adapters, f"a new row's adapter is in slot {new.adapter}, which holds none")
+            seed, adapter = new.sampling.seed if new.sampling else 0, (new.adapter, self._adapters[new.adapter])
+            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, tables, seed, adapter, pooling=new.pooling)
         for group, row, page in batch.new_pages.tolist():
             self._rows[row].tables[group].append(page)
 
@@ -248,7 +265,7 @@ class FakeExecutor(Executor):
                 self._require(len(row.tokens) + count < self.options.max_model_len, "the tokens of a row fit the model's length")
             if -1 in ids:
                 self._require(set(ids) == {-1}, "the draft model proposes all drafts of a row, or none")
-                ids = guessed_tokens(row.tokens, count, row.seed, self.options.vocab_size)
+                ids = guessed_tokens(row.tokens, count, row.seed, self.options.vocab_size, row.adapter[1])
             self._require(all(0 <= token < self.options.vocab_size for token in ids), "drafts are ids of the vocabulary")
             row.drafts = ids
         self._counts[batch.step] = []
@@ -280,7 +297,7 @@ class FakeExecutor(Executor):
     def _write(self, row: _Row, count: int) -> None:
         tokens = row.tokens + row.drafts
         self._require(count >= 1 and row.computed + count <= len(tokens), "more tokens to compute than are known")
-        values = prefix_ids(tokens)
+        values = row.prefix_ids()
         for position in range(row.computed, row.computed + count):
             for index, group in self._paged():
                 pages, offset = self._block(row, index, position)
@@ -291,7 +308,7 @@ class FakeExecutor(Executor):
         row.computed += count
 
     def _read(self, row: _Row, count: int) -> None:
-        values = prefix_ids(row.tokens + row.drafts)
+        values = row.prefix_ids()
         for index, group in self._paged():
             first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)  # seen by the first of its tokens
             for position in range(first, row.computed):
@@ -310,7 +327,7 @@ class FakeExecutor(Executor):
         self._require(len(saved) == len(batch.checkpoints) and saved.keys() <= set(batch.rows.tolist()), "one checkpoint a row of the batch")
         for number, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
             row = self._rows[number]
-            pages, values, before = row.tables[index], prefix_ids(row.tokens), row.computed - count
+            pages, values, before = row.tables[index], row.prefix_ids(), row.computed - count
             self._require(len(pages) == self._layout.state_pages, "a row has exactly one live state")
             self._require(all(0 <= page < self.options.num_blocks for page in pages), "the live state is in pages of the pool")
             if before:
@@ -362,7 +379,7 @@ class FakeExecutor(Executor):
 
     def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:
         self._require(row.computed == len(row.tokens), "a row samples before its last token is computed")
-        token = next_token(row.tokens, row.seed, self.options.vocab_size)
+        token = next_token(row.tokens, row.seed, self.options.vocab_size, row.adapter[1])
         if words is not None:
             token = next_allowed(token, words, self.options.vocab_size)
         row.tokens.append(token)
