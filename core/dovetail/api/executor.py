@@ -132,6 +132,7 @@ class RowPooling:
     task: PoolingTask
     dimensions: int | None = None  # keep that many leading numbers of an embedding; None: all
     activate: bool = True  # normalize an embedding to length 1, turn scores into probabilities; False: as the last layer returns them
+    second: int | None = None  # of a pair of texts, the index of the second one's first token: from there on, token types are 1; None: all are 0
 
 
 @dataclass(frozen=True, slots=True)
