@@ -78,13 +78,15 @@ def constraint(modulus: int, length: int = 0, *, vocab_size: int) -> Constraint:
     return Constraint(compiled(Rule(modulus, length, vocab_size)), RuleBackend(vocab_size))
 
 
-def expected_by_rule(prompt: Sequence[int], count: int, seed: int, vocab_size: int, modulus: int, length: int = 0) -> tuple[list[int], bool]:
+def expected_by_rule(
+    prompt: Sequence[int], count: int, seed: int, vocab_size: int, modulus: int, length: int = 0, digest: str = ""
+) -> tuple[list[int], bool]:
     """The tokens that the fake executor generates under a rule, and whether the rule ends them."""
     tokens, matcher = list(prompt), RuleMatcher(modulus, length, vocab_size)
     words = np.zeros(-(-vocab_size // 32), np.uint32)
     for _ in range(count):
         matcher.fill(words)
-        tokens.append(next_allowed(next_token(tokens, seed, vocab_size), words, vocab_size))
+        tokens.append(next_allowed(next_token(tokens, seed, vocab_size, digest), words, vocab_size))
         assert matcher.accept(tokens[-1])
         if matcher.complete:
             return tokens[len(prompt) :], True

@@ -44,6 +44,8 @@ def shapes(draw: st.DrawFn) -> Shape:
         max_drafts=draw(st.integers(1, 6)),
         max_lines=draw(st.integers(1, 24)),
         seconds_per_token=draw(st.sampled_from([0.0, 0.0, 0.001])),
+        adapters=draw(st.sampled_from([0, 0, 1, 2, 4])),
+        slot_wait_s=draw(st.sampled_from([0.02, 1.0])),
     )
 
 
@@ -72,6 +74,7 @@ def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
         rule=draw(st.sampled_from([None, None, None, 1, 2, 5])),
         rule_length=draw(st.sampled_from([0, 0, 1, 4])),
         max_drafts=draw(st.sampled_from([None, None, None, 0, 2])),
+        adapter=draw(st.sampled_from([None, "x", "y", "z"])) if shape.adapters else None,
     )
 
 

@@ -60,6 +60,8 @@ class Shape:
     drafter: str | None = None  # of `DRAFTERS`
     max_drafts: int = 4
     max_lines: int = 64
+    adapters: int = 0  # slots
+    slot_wait_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,22 @@ class Spec:
     rule: int | None = None  # modulus of the `RuleMatcher` that it follows
     rule_length: int = 0
     max_drafts: int | None = None
+    adapter: str | None = None  # its digest
+
+
+class FakeAdapter:
+    """An adapter that is looked at a number of times before it is loaded, or has failed."""
+
+    def __init__(self, digest: str, looks: int = 0, why: str | None = None) -> None:
+        self.name, self.digest, self.path = f"name of {digest}", digest, f"{digest}.safetensors"
+        self.looks, self.why = looks, why
+
+    def closed(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+    def failed(self) -> str | None:
+        return self.why
 
 
 class RecordingExecutor(FakeExecutor):
@@ -221,7 +239,8 @@ class World:
             seconds_per_token=shape.seconds_per_token,
             max_lines=shape.max_lines if shape.drafter or drafter else 0,
         )
-        config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
+        limits = shape.max_seqs, shape.max_tokens
+        config = ExecutorConfig("", "auto", "dummy", None, *limits, 0.9, None, None, False, shape.overlap, 0, max_adapters=shape.adapters)
         self.executor = executor(fake, ExecutorContext(config, self.clock))
         capacity = self.executor.start()
         self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_pages))
@@ -229,7 +248,7 @@ class World:
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
         hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__, shape.pace)
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__, shape.pace, shape.slot_wait_s)
         self.drafter: Drafter | None = None
         if drafter is not None or shape.drafter is not None:
             make = drafter or DRAFTERS[shape.drafter or ""]
@@ -252,8 +271,11 @@ class World:
         heard: Heard = self.policy.heard  # type: ignore[attr-defined]
         return heard
 
-    def add(self, spec: Spec) -> list[LiveRequest]:
+    def add(self, spec: Spec, adapter: FakeAdapter | None = None) -> list[LiveRequest]:
+        """Add a request; its adapter is the given one, or one that is loaded, of the spec's digest."""
         samples = []
+        if adapter is None and spec.adapter is not None:
+            adapter = FakeAdapter(spec.adapter)
         for index in range(spec.n):
             id = spec.id if spec.n == 1 else f"{spec.id}#{index}"
             request = LiveRequest(
@@ -277,6 +299,7 @@ class World:
                 sampling=RowSampling(seed=index),
                 stop_ids=spec.stop_ids,
                 constraint=None if spec.rule is None else constraint(spec.rule, spec.rule_length, vocab_size=self.shape.vocab_size),
+                adapter=adapter,
             )
             if spec.rule is not None:
                 self.rules[id] = spec.rule, spec.rule_length
@@ -327,10 +350,11 @@ class World:
         """Return all tokens of a request that isn't aborted, and its finish reason."""
         request, rule, ruled = self.requests[id], self.rules.get(id), False
         given = list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size
+        digest = "" if request.adapter is None else request.adapter.digest
         if rule is None:
-            tokens = expected_tokens(*given)
+            tokens = expected_tokens(*given, digest)
         else:
-            tokens, ruled = expected_by_rule(*given, *rule)
+            tokens, ruled = expected_by_rule(*given, *rule, digest=digest)
         for position, token in enumerate(tokens):
             if token in request.stop_ids and position >= request.params.min_tokens:
                 return tokens[: position + 1], "stop"
@@ -345,6 +369,7 @@ class World:
         assert counts.free + counts.held + counts.cached == self.shape.num_blocks
         self._check_requests()
         self._check_rows()
+        self._check_slots()
         for id, tokens in self.tokens.items():
             assert tokens == self.expected(id)[0][: len(tokens)], f"{id} generated what it should not"
 
@@ -405,6 +430,13 @@ class World:
         assert len(rows._free) == len(set(rows._free))
         for request in self.requests.values():
             assert request.row < 0 or rows._holders[request.row] is request
+
+    def _check_slots(self) -> None:
+        """Each adapter in use has a slot of its own, and no more are used than there are."""
+        running = [r for r in self.requests.values() if r.adapter is not None and r.status in (Status.RUNNING, Status.DRAINING)]
+        slots = {r.adapter.digest: self.core.adapters.slot_of(r.adapter) for r in running if r.adapter is not None}
+        assert len({*slots.values()}) == len(slots) == self.core.adapters.used
+        assert all(1 <= slot <= self.shape.adapters for slot in slots.values())
 
     def _check_counts(self) -> None:
         """Statistics, events and the policy's `on_step` tell the same story; wasted rows are in none."""

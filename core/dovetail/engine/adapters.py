@@ -1,16 +1,35 @@
-"""Slots for LoRA adapters: which adapter each slot of the device's bank holds, and who may use it now."""
+"""Slots for LoRA adapters: which adapter each slot of the device's bank holds, and which requests may use one now.
+
+A request takes its adapter's slot with the grant that admits it, and keeps it while it runs. Unused slots keep their adapters; the one unused for the
+longest time is overwritten first. `PlannedStep` takes slots, `Books` releases them, `BatchBuilder` asks what is to be loaded.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from dovetail.api.executor import AdapterLoad
+
+if TYPE_CHECKING:
+    from dovetail.engine.live_request import LiveRequest
 
 
 class Adapter(Protocol):
     """An adapter that requests share: a `Preparation`, open once its weights are on the host."""
 
     name: str  # for metrics and errors
-    path: str  # of its normalized file: see `dovetail.api.executor.AdapterLoad`
-    digest: str  # of its content; adapters of equal digests share a slot
+
+    @property
+    def path(self) -> str:
+        """Its normalized file, which stays as long as this object: see `dovetail.api.executor.AdapterLoad`. Read only once it is open."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """A hash of its content; adapters of equal digests share a slot. Read only once it is open."""
+        ...
 
     def closed(self) -> bool:
         """Return True until it is loaded to the host, or has failed."""
@@ -19,3 +38,144 @@ class Adapter(Protocol):
     def failed(self) -> str | None:
         """Return why it couldn't be loaded, once it is open; None if it is."""
         ...
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    number: int  # in the bank, from 1
+    digest: str | None = None  # of the adapter that it holds, or is to hold
+    loaded: bool = False  # a batch with the load was built
+    users: int = 0  # requests that run with it
+    used_since: float = 0.0
+    read_until: int = -1  # the last step that may read it
+
+
+class AdapterSlots:
+    """The slots of one engine. An adapter is named by its digest.
+
+    When an adapter has waited for `wait_s` seconds, no new request joins the adapter that has been used longest, and the next slot that becomes free
+    is kept for the one that waits. It is offered to the policy for as long again.
+    """
+
+    def __init__(self, count: int, wait_s: float) -> None:
+        self.count, self._wait_s = count, wait_s
+        self._holding: dict[str, _Slot] = {}  # digest -> its slot
+        self._unused = dict.fromkeys(_Slot(number + 1) for number in range(count))  # the one unused for the longest time first
+        self._changed: dict[_Slot, Adapter] = {}  # taken for another adapter since the last batch
+        self._free = count  # unused ones that no step in flight reads
+        self._submitted = self._collected = -1  # the last step of each
+        self._now = 0.0
+        self._waiting: dict[str, float] = {}  # digest that can get no slot -> since when; the longest first
+        self._first: str | None = None  # the digest that has waited for too long
+        self._offered: float | None = None  # since when a slot has been kept for it
+        self._closed: _Slot | None = None  # no new request joins its adapter
+        self.loads = 0  # in all
+
+    def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> frozenset[str]:
+        """Begin to plan a step. Return the digests of those adapters of the `waiting` requests that can get no slot now."""
+        if self._free - self._kept() > 0:  # after the last step there was a slot for each: the policy left it
+            self._waiting = {digest: since for digest, since in self._waiting.items() if digest == self._first}
+        self._now = now
+        self._free = sum(slot.read_until <= self._collected for slot in self._unused)
+        wanted = dict.fromkeys(r.adapter.digest for r in waiting if r.adapter is not None)
+        self._waiting = {digest: since for digest, since in self._waiting.items() if digest in wanted and not self._is_used(digest)}
+        self._find_first()
+        hidden = [digest for digest in wanted if not self.can_take(digest)]
+        for digest in hidden:
+            if not self._is_used(digest):
+                self._waiting.setdefault(digest, now)
+        return frozenset(hidden)
+
+    def _find_first(self) -> None:
+        """Find the adapter that has waited for too long, and keep a slot for it, or close the one used longest."""
+        first = next((digest for digest, since in self._waiting.items() if self._now - since >= self._wait_s), None)
+        if first != self._first or not self._free:
+            self._first, self._offered = first, None
+        self._closed = None
+        if first is None:
+            return
+        if not self._free:
+            used = [slot for slot in self._holding.values() if slot.users]
+            self._closed = min(used, key=lambda slot: slot.used_since) if len(used) == self.count else None
+        elif self._offered is None:
+            self._offered = self._now
+        elif self._now - self._offered >= self._wait_s:  # the policy prefers others, which shall not wait for it
+            del self._waiting[first]
+            self._first = self._offered = None
+
+    def can_take(self, digest: str) -> bool:
+        """Return True if a request may be admitted with that adapter now."""
+        slot = self._holding.get(digest)
+        if slot is not None and slot.users:
+            return slot is not self._closed
+        takes_free = slot is None or slot.read_until <= self._collected
+        return self._free - takes_free >= (0 if digest == self._first else self._kept())
+
+    def take(self, adapter: Adapter) -> None:
+        """Give one more request its adapter's slot: that which has it, or a free one."""
+        slot = self._holding.get(adapter.digest)
+        if slot is None:
+            free = (slot for slot in self._unused if slot.read_until <= self._collected)
+            slot = min(free, key=lambda slot: slot.digest is not None)
+            if slot.digest is not None:
+                del self._holding[slot.digest]
+            slot.digest, slot.loaded = adapter.digest, False
+            self._holding[adapter.digest] = slot
+            self._changed[slot] = adapter
+        if not slot.users:
+            self._free -= slot.read_until <= self._collected
+            del self._unused[slot]
+            slot.used_since = self._now
+        slot.users += 1
+
+    def release(self, adapter: Adapter) -> None:
+        """Take the slot back from a request that doesn't run any more. Steps in flight may still read it."""
+        slot = self._holding[adapter.digest]
+        slot.users -= 1
+        if slot.loaded:
+            slot.read_until = self._submitted
+        if slot.users:
+            return
+        if not slot.loaded:  # taken in the step being planned, and given back in it
+            del self._holding[adapter.digest], self._changed[slot]
+            slot.digest = None
+        self._unused[slot] = None
+        self._free += slot.read_until <= self._collected
+
+    def slot_of(self, adapter: Adapter) -> int:
+        """Return the number of the slot that a running request uses."""
+        return self._holding[adapter.digest].number
+
+    def take_loads(self) -> tuple[AdapterLoad, ...]:
+        """Return what the next batch has to load, once."""
+        if not self._changed:
+            return ()
+        changed, self._changed = self._changed, {}
+        for slot in changed:
+            slot.loaded = True
+        self.loads += len(changed)
+        return tuple(AdapterLoad(slot.number, adapter.path, adapter.digest) for slot, adapter in changed.items())
+
+    def submitted(self, step: int) -> None:
+        self._submitted = step
+
+    def collected(self, step: int) -> None:
+        self._collected = step
+
+    def forget(self) -> None:
+        """Note that all slots are empty, as another executor has a bank of its own. No slot may be in use."""
+        self._holding.clear()
+        for slot in self._unused:
+            slot.digest, slot.loaded, slot.read_until = None, False, -1
+
+    @property
+    def used(self) -> int:
+        """Number of slots that running requests use."""
+        return self.count - len(self._unused)
+
+    def _kept(self) -> int:
+        """Return the number of free slots that are kept for the adapter that has waited for too long."""
+        return int(self._first is not None and not self._is_used(self._first))
+
+    def _is_used(self, digest: str) -> bool:
+        return digest in self._holding and self._holding[digest].users > 0

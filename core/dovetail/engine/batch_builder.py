@@ -9,6 +9,7 @@ import numpy as np
 
 from dovetail.api.executor import Batch, Drafts, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import Checkpoint, KVCacheManager, KVLayout, Pages
+from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.books import RowAllocator
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
@@ -22,9 +23,9 @@ NONE.flags.writeable = NO_PAGES.flags.writeable = False
 class BatchBuilder:
     """Builds the batches of one engine; each holds only the changes since the one before."""
 
-    def __init__(self, kv: KVCacheManager, rows: RowAllocator, layout: KVLayout, may_share: bool) -> None:
+    def __init__(self, kv: KVCacheManager, rows: RowAllocator, adapters: AdapterSlots, layout: KVLayout, may_share: bool) -> None:
         """`may_share`: the executor can use the number of leading blocks that all requests of a step share."""
-        self._kv, self._rows = kv, rows
+        self._kv, self._rows, self._adapters = kv, rows, adapters
         self._may_share = may_share and bool(layout.groups) and layout.groups[0].window is None and not layout.groups[0].recurrent
         self._pages_per_block = layout.groups[0].pages_per_block if layout.groups else 1
         self._has_states = layout.recurrent
@@ -48,7 +49,7 @@ class BatchBuilder:
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
-            added=tuple(_new_row(r, step.granted[r], self._kv.tables(r)) for r in newcomers),
+            added=tuple(self._new_row(r, step.granted[r]) for r in newcomers),
             new_pages=np.array(appended, np.int32) if appended else NO_PAGES,
             copies=tuple(self._kv.take_copies()),
             checkpoints=tuple(_row_checkpoint(checkpoint) for checkpoint in self._kv.take_checkpoints()) if self._has_states else (),
@@ -59,6 +60,7 @@ class BatchBuilder:
             late=constrained and any(r.yields_token and r.constraint is not None and r.constraint.may_mask(r.in_flight - 1) for r in requests),
             drafts=_drafts(requests, drafts) if drafts else None,
             pooled=np.array(pooled, np.int32) if pooled else None,
+            adapters=self._adapters.take_loads(),
         )
         flight = InFlightStep(
             index=step.index,
@@ -92,6 +94,20 @@ class BatchBuilder:
             self._sharing = requests, _common_pages([self._kv.tables(r)[0] for r in requests]) // self._pages_per_block
         return self._sharing[1]
 
+    def _new_row(self, request: LiveRequest, granted: int) -> NewRow:
+        known = np.concatenate((request.prompt_array, request.output_token_ids)) if request.output_token_ids else request.prompt_array
+        return NewRow(
+            row=request.row,
+            request_id=request.id,
+            token_ids=known.astype(np.int32),
+            prompt_len=request.prompt_tokens,
+            computed=request.num_computed - granted,
+            pages=tuple(np.array(pages, np.int32) for pages in self._kv.tables(request)),
+            sampling=request.sampling,
+            pooling=request.pooling,
+            adapter=0 if request.adapter is None else self._adapters.slot_of(request.adapter),
+        )
+
 
 def _common_pages(tables: list[Pages]) -> int:
     """Return how many leading pages all tables have in common."""
@@ -112,17 +128,3 @@ def _drafts(requests: list[LiveRequest], drafts: dict[LiveRequest, Sequence[int]
 def _row_checkpoint(checkpoint: Checkpoint) -> RowCheckpoint:
     request = cast("LiveRequest", checkpoint.request)  # managers are only given those
     return RowCheckpoint(request.row, checkpoint.tokens, np.array(checkpoint.pages, np.int32))
-
-
-def _new_row(request: LiveRequest, granted: int, tables: tuple[Pages, ...]) -> NewRow:
-    known = np.concatenate((request.prompt_array, request.output_token_ids)) if request.output_token_ids else request.prompt_array
-    return NewRow(
-        row=request.row,
-        request_id=request.id,
-        token_ids=known.astype(np.int32),
-        prompt_len=request.prompt_tokens,
-        computed=request.num_computed - granted,
-        pages=tuple(np.array(pages, np.int32) for pages in tables),
-        sampling=request.sampling,
-        pooling=request.pooling,
-    )

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
 from dovetail.api.kv_cache import KVCacheManager, KVLayout
+from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.finish import Gate
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import has_fresh, is_awaited
@@ -16,8 +17,11 @@ from dovetail.engine.step_times import StepTimeFit
 class Books:
     """The queues, rows and blocks of all requests, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers)."""
 
-    def __init__(self, kv: KVCacheManager, layout: KVLayout, num_pages: int, max_seqs: int, policy_name: str) -> None:
+    def __init__(
+        self, kv: KVCacheManager, layout: KVLayout, num_pages: int, max_seqs: int, policy_name: str, adapters: AdapterSlots | None = None
+    ) -> None:
         self.kv = kv
+        self.adapters = adapters or AdapterSlots(0, 0.0)
         self.layout = layout
         self.num_pages = num_pages
         self.block_size = layout.block_size  # tokens of the smallest block
@@ -113,6 +117,7 @@ class Books:
     def requeue(self, request: LiveRequest) -> None:
         """Put a preempted request back into the waiting queue, without blocks; its tokens will be prefilled again."""
         self.running.remove(request)
+        self._release_adapter(request)
         request.lost = max(request.lost, request.num_computed)
         self.drop_blocks(request)
         request.status = Status.WAITING
@@ -124,6 +129,8 @@ class Books:
         """Remove a finished request from the queues. Its blocks are released, unless they are `sound` and samples of the same prompt will fork
         them."""
         siblings = request.siblings
+        if request.status in (Status.RUNNING, Status.DRAINING):
+            self._release_adapter(request)
         if request.status is Status.GATED:
             del self.gated[request]
         elif request.status is Status.WAITING:
@@ -139,6 +146,10 @@ class Books:
             self.drop_blocks(request)
         if siblings and not has_fresh(siblings):
             self.drop_lingering([r for r in self.lingering if r.siblings is siblings])
+
+    def _release_adapter(self, request: LiveRequest) -> None:
+        if request.adapter is not None:
+            self.adapters.release(request.adapter)
 
     def drop_lingering(self, requests: list[LiveRequest]) -> None:
         """Release the blocks of finished `requests`, which no sibling will fork."""

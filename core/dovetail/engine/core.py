@@ -34,6 +34,7 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Scheduler, StepDone
+from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.arrivals import Arrivals
 from dovetail.engine.batch_builder import NONE, BatchBuilder
 from dovetail.engine.books import Books
@@ -62,6 +63,7 @@ class CoreSettings:
     overlap: bool
     scheduler_name: str
     pace: float | None = None  # times as long as its decodes alone; None: prompts may fill the budget of a step
+    slot_wait_s: float = 1.0  # an adapter that waits longer than this for a slot is preferred
 
 
 class EngineCore:
@@ -80,7 +82,8 @@ class EngineCore:
     ) -> None:
         self.kv, self.executor, self.clock, self.settings = kv, executor, clock, settings
         self.observers = observers or ObserverHub([])
-        self.books = Books(kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, settings.scheduler_name)
+        self.adapters = AdapterSlots(0 if capacity.adapters is None else capacity.adapters.slots, settings.slot_wait_s)
+        self.books = Books(kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, settings.scheduler_name, self.adapters)
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
         self.plan_timing = PlanTiming(clock)
         self.stats = EngineStats()
@@ -95,7 +98,7 @@ class EngineCore:
         self._index = 0
         self._finished: dict[LiveRequest, Finish] = {}  # not by a step's results: rejected, failed
         self._take_scheduler(scheduler)
-        self._batches = BatchBuilder(kv, self.books.rows, capacity.layout, capacity.shared_prefix)
+        self._batches = BatchBuilder(kv, self.books.rows, self.adapters, capacity.layout, capacity.shared_prefix)
         self._vocab_size = capacity.vocab_size
         self._storm = StormWatch(settings.scheduler_name)
         self._speculation: Speculation | None = None
@@ -148,6 +151,7 @@ class EngineCore:
             self._take_scheduler(scheduler)
         if executor is not None:
             self.executor = executor
+            self.adapters.forget()
 
     def _take_scheduler(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -297,6 +301,7 @@ class EngineCore:
             flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
+            self.adapters.submitted(flight.index)
             if self._speculation is not None:
                 self._note_host_time(self._speculation)
             self._sample_late()
@@ -346,6 +351,8 @@ class EngineCore:
                 request.status = Status.PREPARING
                 self._finish(request, Finish("rejected", why), deliver=True)
                 return
+        if request.adapter is not None:
+            request.cache_keys = (*request.cache_keys, f"adapter:{request.adapter.digest}")
         self.books.arrive(request)
         self._ask("on_arrival", request)
 
@@ -389,6 +396,7 @@ class EngineCore:
     def _collect(self, delivery: Delivery) -> None:
         flight = self._flights.pop(0)
         result = self.executor.collect(flight.handle)
+        self.adapters.collected(flight.index)
         begun, self._free_from = time.perf_counter(), self.clock.now()
         flight.check(result)
         self.plan_timing.collected(result)

@@ -49,6 +49,8 @@ class PlannedStep:
         self._books = books
         self._kv = books.kv
         self._known = books.known
+        self._hidden = books.adapters.open_step(now, books.waiting) if books.adapters.count else frozenset[str]()
+        self._split: tuple[tuple[LiveRequest, ...], ...] | None = None  # the waiting requests, and the shown and the hidden ones among them
         self._max_tokens = self._tokens_left = max_tokens
         self._seqs_left = max_seqs
         self._flights_end = flights_end
@@ -88,7 +90,8 @@ class PlannedStep:
     @property
     def waiting(self) -> tuple[LiveRequest, ...]:
         self._check_open()
-        return self._books.waiting.as_tuple()
+        waiting = self._books.waiting.as_tuple()
+        return self._shown_and_hidden(waiting)[1] if self._hidden else waiting
 
     @property
     def running(self) -> tuple[LiveRequest, ...]:
@@ -102,7 +105,21 @@ class PlannedStep:
     @property
     def held_back(self) -> tuple[LiveRequest, ...]:
         self._check_open()
-        return tuple(self._books.gated)
+        gated = tuple(self._books.gated)
+        if not self._hidden:
+            return gated
+        hidden = self._shown_and_hidden(self._books.waiting.as_tuple())[2]
+        return tuple(sorted((*gated, *hidden), key=lambda r: (r.arrival_time, r.order)))
+
+    def _shown_and_hidden(self, waiting: tuple[LiveRequest, ...]) -> tuple[tuple[LiveRequest, ...], ...]:
+        """Return `waiting`, and the parts of it whose adapters can and can't get a slot, cached until it changes."""
+        if self._split is None or self._split[0] is not waiting:
+            hidden = tuple([r for r in waiting if self._lacks_slot(r)])
+            self._split = waiting, tuple([r for r in waiting if not self._lacks_slot(r)]), hidden
+        return self._split
+
+    def _lacks_slot(self, request: LiveRequest) -> bool:
+        return request.adapter is not None and request.adapter.digest in self._hidden
 
     @property
     def in_flight_until(self) -> float:
@@ -287,6 +304,8 @@ class PlannedStep:
             tokens = min(tokens, max(self._prompt_tokens_left(self._pace), least if not self.prefill_tokens else 0))
             if tokens < least:
                 return Refusal.PACE
+        if request.adapter is not None and request.status is Status.WAITING and not self._books.adapters.can_take(request.adapter.digest):
+            return Refusal.ADAPTERS
         if not self._take_blocks(request, source, room_for):
             if not self._make_room(request, source, room_for, evict):
                 return Refusal.MEMORY
@@ -304,8 +323,10 @@ class PlannedStep:
         return self._most_prompt_tokens - self.prefill_tokens
 
     def _not_now(self, request: LiveRequest) -> bool:
-        """Return True if its token in flight, or an earlier decision on it in this step, forbids a grant."""
+        """Return True if its token in flight, its adapter, or an earlier decision on it in this step forbids a grant."""
         if request.decided_in == self.index or request.status in (Status.DRAINING, Status.GATED):
+            return True
+        if request.status is Status.WAITING and self._lacks_slot(request):
             return True
         return request.in_flight > 0 and request.row < 0
 
@@ -409,6 +430,8 @@ class PlannedStep:
 
     def _admit(self, request: LiveRequest) -> None:
         self._books.waiting.remove(request)
+        if request.adapter is not None:
+            self._books.adapters.take(request.adapter)
         request.status = Status.RUNNING
         request.prefill_end = request.num_tokens
         request.next_commit = (request.num_computed // self._books.block_size + 1) * self._books.block_size
