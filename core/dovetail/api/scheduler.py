@@ -111,7 +111,8 @@ class Step(Protocol):
 
     `waiting` (no blocks), `running` (blocks) and `decoding` (running, prefill done or in flight) are ordered by (arrival_time, order added),
     including preempted requests. Each access returns a tuple that later calls don't change. A request with its last allowed token in flight is in
-    none of them. Neither is a sample of n > 1 while a sibling computes their prompt; it is in `held_back`.
+    none of them. Neither is a sample of n > 1 while a sibling computes their prompt, or a request whose LoRA adapter could get no slot when the step
+    began; these are in `held_back`.
     """
 
     @property
@@ -148,7 +149,8 @@ class Step(Protocol):
 
     @property
     def held_back(self) -> tuple[Request, ...]:
-        """Samples of n > 1 that have arrived and wait for a sibling to compute their prompt, by arrival. They can be rejected, but not granted."""
+        """Samples of n > 1 that have arrived and wait for a sibling to compute their prompt, and requests that wait for a slot for their adapter, by
+        arrival. They can be rejected, but not granted."""
 
     @property
     def in_flight_until(self) -> float:
