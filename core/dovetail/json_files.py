@@ -1,4 +1,4 @@
-"""Reader for a model's untrusted JSON files: each must be an object of bounded size and depth. Errors name the file."""
+"""Reader for a model's untrusted JSON files: each must be an object or a list of bounded size and depth. Errors name the file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ MAX_DEPTH = 50  # nested lists and objects
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `ModelLoadError` otherwise."""
+    content = _read(path)
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")
+    return content
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Return the JSON list in a file. Raises `ModelLoadError` otherwise."""
+    content = _read(path)
+    if not isinstance(content, list):
+        raise ModelLoadError(f"{path}: expected a list, got {type(content).__name__}")
+    return content
+
+
+def _read(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -30,9 +45,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path}: not valid JSON: {error}") from None
     except ValueError:  # Python limits the digits of an integer
         raise ModelLoadError(f"{path}: not valid JSON: a number of too many digits") from None
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")
-    if is_deep(content):
+    if isinstance(content, dict | list) and is_deep(content):
         raise ModelLoadError(f"{path}: more than {MAX_DEPTH} lists and objects in one another")
     return content
 

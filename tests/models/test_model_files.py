@@ -45,7 +45,7 @@ def write_config(directory: Path, **fields: Any) -> Path:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_an_architecture_is_found_by_its_name(tmp_path: Path, name: str) -> None:
     kind = name.removesuffix("ForCausalLM")
-    arch, config = find_architecture(write_config(tmp_path, model_type=kind.lower(), architectures=[name]), MODELS)
+    arch, config, _ = find_architecture(write_config(tmp_path, model_type=kind.lower(), architectures=[name]), MODELS)
     assert type(arch).__name__ == kind
     assert config.model_type == kind.lower()
 
@@ -59,7 +59,7 @@ def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path) ->
 
 def test_of_several_that_serve_an_architecture_the_built_in_is_used(tmp_path: Path) -> None:
     theirs, others = (ComponentRef("model", f"{name}:llama", "mine:Llama", architectures=("LlamaForCausalLM",)) for name in ("mine", "other"))
-    arch, _ = find_architecture(write_config(tmp_path), (theirs, *MODELS, others))
+    arch, *_ = find_architecture(write_config(tmp_path), (theirs, *MODELS, others))
     assert type(arch).__name__ == "Llama"
     with pytest.raises(
         UnsupportedError, match=r"served by mine:llama and other:llama; name the one you mean: `model: {path: .*, component: mine:llama}`"

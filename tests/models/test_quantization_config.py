@@ -223,7 +223,7 @@ def test_an_error_in_a_third_party_quantization_names_it(
     monkeypatch: pytest.MonkeyPatch, target: str, fault: str, why: str, asked: str | None
 ) -> None:
     monkeypatch.setattr(Faulty, "fault", fault)
-    arch, config = find_architecture(SMALL / "qwen3-fp8", MODELS)
+    arch, config, _ = find_architecture(SMALL / "qwen3-fp8", MODELS)
     module = arch.build(config, context(weights_later=True))
     said, installed = {"quant_method": "bits"} if asked is None else None, (QuantizationRef("acme:bits", "bits", target, True),)
     with pytest.raises((UnsupportedError, PluginError), match=why):

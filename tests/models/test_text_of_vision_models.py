@@ -111,9 +111,8 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path, file: str, said: 
         LLMEngine.from_config({"model": str(tmp_path)})
 
 
-@pytest.mark.parametrize(("file", "said"), [("hf_quant_config.json", "ModelOpt"), ("modules.json", "embedding model")])
-def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path, file: str, said: str) -> None:
+def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
-    (tmp_path / file).write_text("{}")
-    with pytest.raises(UnsupportedError, match=said):
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="ModelOpt"):
         LLMEngine.from_config({"model": str(tmp_path)})

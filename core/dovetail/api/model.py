@@ -21,6 +21,8 @@ from dovetail.errors import DovetailError
 if TYPE_CHECKING:
     import torch
 
+    from dovetail.api.executor import PoolingMethod
+
 
 class RankShares(Protocol):
     """Memory shared between GPUs, to add a sum over the ranks to a residual stream in one kernel."""
@@ -150,6 +152,26 @@ class WeightRule:
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """Layer of the head of a classifier: activation(x W^T + b), then a layer norm if `norm` names one. `name` and `norm` are modules of the
+    checkpoint; W is its "name.weight", b "name.bias" if it has that. The runtime computes them, in float32: `weights` has no rules for them."""
+
+    name: str
+    activation: str = "identity"  # or gelu, gelu_pytorch_tanh, relu, sigmoid, silu, tanh
+    norm: str = ""
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPooling:
+    """How a model pools unless its checkpoint says otherwise."""
+
+    method: PoolingMethod = "last"
+    head: tuple[HeadLayer, ...] = ()  # of a classifier, from the pooled state to the scores of its labels; empty: it is none
+    generates: bool = True  # it has `logits`
+
+
 class ModelArch(ABC):
     """Model architecture; serves the Hugging Face `architectures` that its `ComponentSpec` names."""
 
@@ -171,6 +193,11 @@ class ModelArch(ABC):
     def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
         """Return the states of the recurrent layers that `build` will create, with this rank's shapes; by default there are none."""
         return []
+
+    def pooling(self, config: Any) -> ModelPooling:
+        """Return how this model pools. A generator need not override it: checkpoints of its body alone (`LlamaModel`), or with a classifier instead
+        of its head (`LlamaForSequenceClassification`), are given to it as if they were generators with tied embeddings."""
+        return ModelPooling()
 
     @abstractmethod
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:

@@ -1,12 +1,12 @@
 """Serializes a `Batch` and its `Masks` as 32-bit words for other ranks: numbers are copied directly, without a Python object for each.
 
-Sampling parameters of new rows are pickled together: they have many types, and a row starts only once.
+What new rows sample or pool is pickled together: it has many types, and a row starts only once.
 
-    step (two words), shared blocks, 1 if late, drafts (-1: none), then the number of each, and of the pages of a checkpoint
+    step (two words), shared blocks, 1 if late, drafts (-1: none), pooled (-1: none), then the number of each, and of the pages of a checkpoint
     removed | new_pages (group, row, page, …) | copies (src, dst, …) | checkpoints (row, tokens, pages …) | rows | num_tokens | yields_token
-    with drafts, their number in each row | drafts
+    with drafts, their number in each row | drafts | pooled
     for each of `added`: row, prompt_len, computed; number of tokens, of bytes of its id, and of groups
-    for each of these the pages in each group | all tokens | all pages | all ids | sampling, pickled
+    for each of these the pages in each group | all tokens | all pages | all ids | sampling and pooling, pickled
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dovetail.api.kv_cache import PageCopy
 
 Words = NDArray[np.int32]
 
-_HEAD, _NEW = 13, 6  # words
+_HEAD, _NEW = 14, 6  # words
 
 
 def to_words(batch: Batch) -> list[Words]:
@@ -46,13 +46,16 @@ def to_words(batch: Batch) -> list[Words]:
     body += [batch.rows, batch.num_tokens, batch.yields_token.astype(np.int32)]
     if batch.drafts is not None:
         body += [batch.drafts.counts, batch.drafts.token_ids]
+    if batch.pooled is not None:
+        body.append(batch.pooled)
     sampling = b""
     if batch.added:
-        sampling = pickle.dumps([new.sampling for new in batch.added], pickle.HIGHEST_PROTOCOL)
+        sampling = pickle.dumps([(new.sampling, new.pooling) for new in batch.added], pickle.HIGHEST_PROTOCOL)
         body += _added_words(batch.added)
         body.append(_bytes_words(sampling))
     drafts = -1 if batch.drafts is None else len(batch.drafts.token_ids)
-    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, drafts, *lens, len(sampling)], np.int32)
+    pooled = -1 if batch.pooled is None else len(batch.pooled)
+    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, drafts, pooled, *lens, len(sampling)], np.int32)
     head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may run more steps than 32 bits can count
     return [head, *body]
 
@@ -60,7 +63,7 @@ def to_words(batch: Batch) -> list[Words]:
 def from_words(words: Words) -> Batch:
     """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, late, drafts, removed, new_pages, copies, saved, pages, rows, added, sampling = words[2:_HEAD].tolist()
+    shared, late, drafts, pooled, removed, new_pages, copies, saved, pages, rows, added, sampling = words[2:_HEAD].tolist()
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
@@ -71,6 +74,7 @@ def from_words(words: Words) -> Batch:
         "num_tokens": reader.take(rows),
         "yields_token": reader.take(rows).astype(np.bool_),
         "drafts": None if drafts < 0 else Drafts(reader.take(rows), reader.take(drafts)),
+        "pooled": None if pooled < 0 else reader.take(pooled),
     }
     return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), added=_added(reader, added, sampling) if added else (), **fields)
 
@@ -122,10 +126,10 @@ def _added(reader: _Reader, count: int, sampling_bytes: int) -> tuple[NewRow, ..
     ids, at = reader.take_bytes(sum(head[4] for head in heads)), 0
     sampling = pickle.loads(reader.take_bytes(sampling_bytes))
     added = []
-    for (row, prompt_len, computed, _, length, _), own, pages, params in zip(heads, tokens, tables, sampling, strict=True):
+    for (row, prompt_len, computed, _, length, _), own, pages, (params, pooling) in zip(heads, tokens, tables, sampling, strict=True):
         name = ids[at : at + length].decode("utf-8", "surrogatepass")
         at += length
-        added.append(NewRow(row, name, own, prompt_len, computed, pages, params))
+        added.append(NewRow(row, name, own, prompt_len, computed, pages, params, pooling))
     return tuple(added)
 
 

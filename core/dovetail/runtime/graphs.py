@@ -75,6 +75,7 @@ class StepParts:
     rows: RowState
     masks: MaskBuffer
     draft: Any = None  # the draft model, a CausalLM; None: there is none
+    generates: bool = True  # some steps sample
 
     def sample(self, lines: Lines, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None) -> Sampled:
         """Sample a token for each of `lines` [n] and extend their rows. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden state of
@@ -241,7 +242,7 @@ def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     """Return the kinds for decode steps of up to `most_lines` lines, and for sampling as many, if the sampler can be captured. The sampling kinds
     come after `MODEL` and read its states: later recordings in a pool don't reuse the memory of outputs that are kept."""
     can = parts.sampler.capabilities
-    if not can.cuda_graph:
+    if not can.cuda_graph or not parts.generates:
         return []
     sizes = row_sizes(most_lines, with_drafts=parts.rows.max_lines > parts.rows.max_rows)
     few = half_of(sizes)

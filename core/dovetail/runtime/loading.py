@@ -12,11 +12,12 @@ import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
-from dovetail.api.model import BuildContext, LoadsItself, ModelArch, ParallelGroup, no_states
+from dovetail.api.model import BuildContext, HeadLayer, LoadsItself, ModelArch, ParallelGroup, no_states
 from dovetail.api.state import StateLayer, StateSpec
 from dovetail.errors import ConfigError, UnsupportedError
 from dovetail.nn.format.base import Quantization
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
+from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.quantization import choose_quantization, place_weights
 from dovetail.runtime.weights import Progress, dummy_weights, load_weights
 
@@ -36,6 +37,7 @@ class ModelPlan:
     cache_dtype: str | None  # of K and V; None: `dtype`
     states: list[StateSpec]  # of this rank's share of the recurrent layers
     state_dtype: torch.dtype  # of what they accumulate
+    pooling: PoolingPlan
 
     @classmethod
     def of(
@@ -51,18 +53,23 @@ class ModelPlan:
         Raises `ModelLoadError` for an unusable config file, `UnsupportedError` if no architecture in `models` can serve it on these ranks, or none of
         `quantizations` its weights, and `ConfigError` if `config` contradicts the checkpoint or itself.
         """
-        arch, hf_config = find_architecture(config.model, models)
+        arch, hf_config, made_for = find_architecture(config.model, models)
         quantization = choose_quantization(config.quantization, stored_as(config.model), quantizations, config.model)
         if group.size > 1 and not arch.capabilities.tensor_parallel:
             raise UnsupportedError(f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {group.size}")
         dtype = resolve_dtype(config.dtype, hf_config, device)
-        max_model_len = resolve_max_model_len(config.max_model_len, hf_config)
-        specs = [_within(max_model_len, spec) for spec in arch.layer_specs(hf_config, group)]
+        specs = arch.layer_specs(hf_config, group)
+        own, indivisible = arch.pooling(hf_config), bool(specs) and not any(spec.causal for spec in specs)
+        if made_for == "classify" and not own.head:
+            own = replace(own, head=(HeadLayer("score"),))
+        pooling = PoolingPlan.of(config.model, config.pooling, own, hf_config, made_for, indivisible=indivisible)
+        max_model_len = resolve_max_model_len(config.max_model_len, hf_config, pooling.max_length)
+        specs = [_within(max_model_len, spec) for spec in specs]
         if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
             raise ConfigError("kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out")
         cache_dtype = None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
         states, state_dtype = arch.state_specs(hf_config, group), getattr(torch, config.state_dtype)
-        plan = cls(arch, hf_config, quantization, dtype, max_model_len, specs, cache_dtype, states, state_dtype)
+        plan = cls(arch, hf_config, quantization, dtype, max_model_len, specs, cache_dtype, states, state_dtype, pooling)
         if group.rank == 0:
             log.info("model: %s", plan)
         return plan
@@ -127,5 +134,5 @@ def load_model(
     elif config.load_format == "dummy":
         dummy_weights(module, config.seed)
     else:
-        load_weights(module, config.model, progress)
+        load_weights(module, config.model, progress, elsewhere=plan.pooling.owns)
     return module.eval()

@@ -16,6 +16,7 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.json_files import read_json_object
 from dovetail.nn.kernels.gpu import gpu_of
+from dovetail.runtime.pooling import MadeFor, is_embedding_model
 
 log = logging.getLogger("dovetail")
 
@@ -32,7 +33,6 @@ _INSTEAD_OF_A_CONFIG = {  # files that indicate other layouts than transformers'
 }
 _BESIDE_A_CONFIG = {  # files that indicate unsupported models
     "hf_quant_config.json": "weights quantized by ModelOpt aren't served; see docs/quantization.md",
-    "modules.json": "this is an embedding model of sentence-transformers, and embeddings aren't served yet",
 }
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -40,10 +40,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 class FoundArchitecture(NamedTuple):
     """The architecture that serves a directory, and the directory's transformers `PretrainedConfig`, without `quantization_config`: how weights are
-    stored is no business of the architecture's (`stored_as`)."""
+    stored is no business of the architecture's (`stored_as`). Of a checkpoint without a generator's head, the config is that of one which is tied."""
 
     arch: ModelArch
     config: Any
+    made_for: MadeFor
 
 
 def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> FoundArchitecture:
@@ -59,6 +60,15 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
     serving = built_ins_first([target for target in models if set(names) & set(target.architectures)])
+    made_for: MadeFor = "embed" if is_embedding_model(model_dir) else "generate"
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        made_for = "classify"
+    if not serving and (generator := _generator_of(names, config.model_type)):
+        made_for = "embed" if made_for == "generate" else made_for
+        names = config.architectures = [generator]
+        serving = built_ins_first([target for target in models if generator in target.architectures])
+    if made_for != "generate":
+        config.tie_word_embeddings = True  # a head that is never used costs nothing then, and its tensor may be missing
     serving = serving or built_ins_first([target for target in models if ANY in target.architectures])
     if not serving:
         served = sorted({name for target in models for name in target.architectures} - {ANY})
@@ -71,7 +81,19 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     arch: ModelArch = serving[0].make(ModelContext())
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
-    return FoundArchitecture(arch, config)
+    return FoundArchitecture(arch, config, made_for)
+
+
+def _generator_of(names: Sequence[str], model_type: str) -> str | None:
+    """Return the generator whose body a checkpoint of these architectures has by itself, or with a classifier; None if there is none. Encoders have
+    generators in transformers, too, but attend to later tokens."""
+    from transformers.models.auto import modeling_auto as known
+
+    bodies = known.MODEL_MAPPING_NAMES, known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    if model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES or not any(of_type.get(model_type) in names for of_type in bodies):
+        return None
+    name: str | None = known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name
 
 
 def _text_of(config: Any, model_dir: str | Path) -> Any:
@@ -82,6 +104,8 @@ def _text_of(config: Any, model_dir: str | Path) -> Any:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if head := next((name for name in config.architectures or () if str(name).endswith("ForSequenceClassification")), None):
+        raise UnsupportedError(f"{model_dir}: {head} isn't served: a classifier beside a vision model")
     if text.model_type in _SAME_AS_TEXT:
         fields = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures", "transformers_version")}
         fields["rope_parameters"] = {key: value for key, value in fields["rope_parameters"].items() if not key.startswith("mrope_")}
@@ -198,11 +222,11 @@ def model_length(config: Any) -> int:
     return length
 
 
-def resolve_max_model_len(asked: int | None, config: Any) -> int:
-    """Return `asked`, or the model's own length. Raises `UnsupportedError` if `asked` is longer."""
+def resolve_max_model_len(asked: int | None, config: Any, usual: int | None = None) -> int:
+    """Return `asked`, or the model's own length, or the `usual` one if that is shorter. Raises `UnsupportedError` if `asked` is longer."""
     own = model_length(config)
     if asked is None:
-        return own
+        return min(own, usual or own)
     if asked > own:
         raise UnsupportedError(f"max_model_len: {asked} tokens is more than this model's own length of {own}")
     return asked

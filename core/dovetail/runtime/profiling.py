@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dovetail.api.executor import Batch, Drafts, NewRow
+from dovetail.api.executor import Batch, Drafts, NewRow, RowPooling
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
@@ -18,7 +18,7 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(runner.device)
-    biggest = [biggest_batch(runner.rows, max_tokens)]
+    biggest = [biggest_batch(runner.rows, max_tokens, _pooling(runner))]
     if runner.rows.max_lines > len(biggest[0].rows):
         biggest.append(drafting_batch(runner.rows, min(runner.rows.max_lines, max_tokens)))
     for batch in biggest:
@@ -31,19 +31,28 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
 
 def remove_rows(runner: Runner, batch: Batch) -> None:
     """Remove the rows of `batch` from the runner's state and its sampler."""
-    runner.rows.update(empty_batch(removed=batch.rows))
-    runner.sampler.update(batch.rows.tolist(), [])
+    removal = empty_batch(removed=batch.rows)
+    runner.rows.update(removal)
+    left = batch.rows.tolist() if runner.pooler is None else runner.pooler.change(removal)[0]
+    runner.sampler.update(left, [])
 
 
-def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
-    """Return the largest possible step: maximum rows and tokens, all new, all sampling."""
+def _pooling(runner: Runner) -> RowPooling | None:
+    """Return what rows pool if the model generates nothing."""
+    can = None if runner.pooler is None else runner.pooler.plan.capacity
+    return None if can is None or can.generates else RowPooling(can.tasks[-1])  # for each token, if it can
+
+
+def biggest_batch(rows: RowState, max_tokens: int, pooling: RowPooling | None = None) -> Batch:
+    """Return the largest possible step: maximum rows and tokens, all new, all sampling, or with `pooling` all pooling."""
     num_rows = min(rows.max_rows, max_tokens)
     count = min(max_tokens // num_rows, rows.max_len)
     tokens = np.zeros(count, np.int32)
     pages = tuple(np.zeros(group.blocks(count) * group.pages_per_block, np.int32) for group in rows.layout.groups)
-    added = tuple(NewRow(row, "profile", tokens, count, 0, pages, RowSampling()) for row in range(num_rows))
-    index = np.arange(num_rows, dtype=np.int32)
-    return empty_batch(added=added, rows=index, num_tokens=np.full(num_rows, count, np.int32), yields_token=np.ones(num_rows, np.bool_))
+    added = tuple(NewRow(row, "profile", tokens, count, 0, pages, RowSampling(), pooling) for row in range(num_rows))
+    index, counts = np.arange(num_rows, dtype=np.int32), np.full(num_rows, count, np.int32)
+    yields, pooled = np.full(num_rows, pooling is None), None if pooling is None else index
+    return empty_batch(added=added, rows=index, num_tokens=counts, yields_token=yields, pooled=pooled)
 
 
 def drafting_batch(rows: RowState, lines: int) -> Batch:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Drafts, NewRow
 from dovetail.api.kv_cache import KVLayout
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import RowHistory, RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import ALIGNMENT, KernelUnavailable
@@ -207,8 +207,9 @@ class RowState:
         self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
-            self.logprobs[new.row] = -1 if new.sampling.logprobs is None else new.sampling.logprobs
-            self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
+            sampling = new.sampling if new.pooling is None else RowSampling()  # what pools has no log-probabilities
+            self.logprobs[new.row] = -1 if sampling.logprobs is None else sampling.logprobs
+            self.prompt_logprobs[new.row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend
 from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch, HostLogprobs, Masks, Result
-from dovetail.api.sampler import Lines, SampledTokens, Sampler, TopLogprobs
+from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.token_masks import mask_tokens
@@ -27,6 +27,7 @@ from dovetail.runtime.draft_model import DraftModel, are_mixed
 from dovetail.runtime.graphs import Graph, Graphs, StepParts
 from dovetail.runtime.kv_pool import KVPool
 from dovetail.runtime.mask_buffer import MaskBuffer, masks_of_lines
+from dovetail.runtime.pooler import PooledResult, Pooler
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
 from dovetail.runtime.sampler_rows import update_rows
@@ -88,12 +89,14 @@ class PendingStep:
     request_ids: list[str]  # of all rows: by `collect` a row may have another request
     lines: HostLines  # [n]
     started: float  # when submitted, in seconds on the engine's clock
+    changes: tuple[list[int], list[tuple[int, RowSampling]]]  # rows removed from the sampler, and added to it
     refused: dict[int, str] = field(default_factory=dict)  # the step's new rows that the sampler rejected -> reason
     sampled: SampledCopy | None = None  # None if n is 0
     asked_logprobs: int = -1  # largest number of alternatives requested of a replayed sampling; -1: no logprobs
     logprobs: LogprobsCopy | None = None  # if sampling wasn't replayed
     masked: NDArray[np.int64] | None = None  # [n] the lines' rows in the masks, or -1; None: no line is masked
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
+    pooled: dict[int, PooledResult] = field(default_factory=dict)  # by index in the batch
     unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and the indices of the lines'
     ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
@@ -136,9 +139,11 @@ class Runner:
         clock: Clock,
         vocab_size: int,
         draft: DraftModel | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         self.model: Any = model  # a CausalLM
         self.draft = draft  # None: drafts come with the batches
+        self.pooler = pooler  # None: no row pools
         self.backend, self.pool, self.sampler, self.rows, self.clock = backend, pool, sampler, rows, clock
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions with logits computed at once
@@ -151,7 +156,9 @@ class Runner:
     @property
     def parts(self) -> StepParts:
         """Objects from which graphs of its steps are built."""
-        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, None if self.draft is None else self.draft.model)
+        draft = None if self.draft is None else self.draft.model
+        generates = self.pooler is None or self.pooler.plan.capacity.generates
+        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, generates)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -159,8 +166,8 @@ class Runner:
         started = self.clock.now()
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._check_drafts(batch)
-        self._change_rows(batch)
-        pending = PendingStep(batch, self.rows.request_ids, HostLines.of(batch), started, span=span)
+        changes = self._change_rows(batch)
+        pending = PendingStep(batch, self.rows.request_ids, HostLines.of(batch), started, changes, span=span)
         graphs, graph = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
         proposes = self.draft is not None and batch.drafts is not None
         if graphs is not None or proposes:
@@ -245,6 +252,10 @@ class Runner:
             if self.draft is not None:
                 self.draft.collected(batch.rows)
         failed = {int(sampling[index]): "the model's hidden state holds NaN" for index in np.flatnonzero(broken)}
+        pooled = {index: pooled_result.value() for index, pooled_result in pending.pooled.items()}
+        for index in [index for index, value in pooled.items() if not np.isfinite(value).all()]:
+            failed[index] = "the model's hidden states hold NaN or infinity"
+            del pooled[index]
         failed |= {index: pending.refused[row] for index, row in enumerate(batch.rows.tolist()) if row in pending.refused}
         return Result(
             step=pending.step,
@@ -254,6 +265,7 @@ class Runner:
             logprobs=logprobs,
             prompt_logprobs={index: copy.value() for index, copy in pending.prompt_logprobs.items()},
             failed=failed,
+            pooled=pooled,
             counts=counts,
         )
 
@@ -271,12 +283,15 @@ class Runner:
         graphs, shared_blocks, host = self.graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
         num_lines = batch.num_lines
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
-        all_states = len(asks) > 0
+        wanted = last_indices = host.line_ends(num_lines)
+        all_states, pools = len(asks) > 0, None if self.pooler is None else self.pooler.plan_step(batch, host)
+        if pools is not None:
+            wanted = np.concatenate([last_indices, pools.tokens])
+            all_states = all_states or pools.all_states or len(wanted) > self.rows.max_lines
         draft = self.draft if (batch.num_tokens > num_lines).any() else None
         graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states)
-        last_indices = host.line_ends(num_lines)
         if graphs is not None and graph is not None:
-            inputs = graph.inputs.fill(host, last_indices)
+            inputs = graph.inputs.fill(host, wanted)
             hidden = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
             all_states, draft = graph.inputs.all_states, self.draft  # these graphs run it
         else:
@@ -284,11 +299,13 @@ class Runner:
             if self.rows.states is not None:
                 self._plan_states(self.rows.states, batch, inputs)
             self.backend.plan(host.attention_batch(self.rows, inputs, shared_blocks))
-            all_states = all_states or len(last_indices) == host.num_tokens
-            hidden = self._launch_model(inputs, None if all_states else last_indices, None if draft is None else draft.model)
+            all_states = all_states or len(wanted) == host.num_tokens
+            hidden = self._launch_model(inputs, None if all_states else wanted, None if draft is None else draft.model)
         if draft is not None:
             draft.computed(batch)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
+        if self.pooler is not None and pools is not None:
+            pending.pooled = self.pooler.pool(pools, hidden, pools.tokens if all_states else np.arange(len(last_indices), len(wanted)))
         return hidden, last_indices if all_states else np.arange(len(last_indices))
 
     def _plan_states(self, states: States, batch: Batch, inputs: DeviceInputs) -> None:
@@ -308,7 +325,7 @@ class Runner:
         stores its K and V of all tokens, or None."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
-            wanted = np.array([len(token_ids) - 1])  # no row samples, but models require at least one token
+            wanted = np.array([len(token_ids) - 1])  # no row samples or pools, but models require at least one token
         device_wanted = None if wanted is None else to_device(wanted, self.device)
         hidden: torch.Tensor = self.model(token_ids, inputs.positions, device_wanted)
         if draft is not None:
@@ -354,7 +371,8 @@ class Runner:
                 f"step {batch.step} has drafts that aren't in the vocabulary of {self._vocab_size} tokens; there is {there} draft model"
             )
 
-    def _change_rows(self, batch: Batch) -> None:
+    def _change_rows(self, batch: Batch) -> tuple[list[int], list[tuple[int, RowSampling]]]:
+        """Apply the batch's changes. Returns the rows to remove from the sampler, and those to add, with their parameters: not those that pool."""
         self.rows.update(batch)
         if batch.drafts is None:  # which `update` checks
             self.rows.check(batch)
@@ -364,11 +382,14 @@ class Runner:
                 raise DovetailError(f"step {batch.step}: of a row's drafts, some are -1 and others aren't")
         if batch.copies:
             self.pool.copy(batch.copies)
+        if self.pooler is not None and (len(batch.removed) or batch.added):
+            return self.pooler.change(batch)
+        return batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added]
 
     def _tell_sampler(self, batch: Batch, pending: PendingStep) -> None:
         """Raise `DovetailError` if a rejected request continues: then another rank's sampler has accepted what this one rejected."""
         if len(batch.removed) or batch.added:
-            removed, added = batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added]
+            removed, added = pending.changes
             for row in (*removed, *(row for row, _ in added)):
                 self._refused.pop(row, None)
             pending.refused = update_rows(self.sampler, removed, added)

@@ -34,9 +34,16 @@ _OF_THE_CACHE = (".k_scale", ".v_scale", ".kv_scale")  # endings of tensors that
 
 
 @torch.no_grad()
-def load_weights(model: Any, directory: str | Path, progress: Progress | None = None, *, partly: bool = False) -> None:
+def load_weights(
+    model: Any,
+    directory: str | Path,
+    progress: Progress | None = None,
+    *,
+    partly: bool = False,
+    elsewhere: Callable[[str], bool] = lambda _: False,
+) -> None:
     """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress` counts tensors. `partly`: the model has rules
-    for some of its parameters only, and the checkpoint may hold other tensors.
+    for some of its parameters only, and the checkpoint may hold other tensors. `elsewhere`: True for names of tensors that aren't the model's.
 
     Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold either tensor, or both if they are equal.
     Raises `ModelLoadError` naming the file and the tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
@@ -47,7 +54,7 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     rules: dict[str, list[WeightRule]] = {}
     for rule in _for_each_tensor(plain):
         rules.setdefault(rule.source, []).append(rule)
-    stored = _tensor_files(Path(directory))
+    stored = {name: path for name, path in _tensor_files(Path(directory)).items() if not elsewhere(name)}
     skipped = tuple(rule.source[:-1] for rule in plain if rule.parameter is None and rule.source.endswith("*"))
     names = {new: old for new, old in _text_names(stored).items() if not new.startswith(skipped)}
     if skipped and len(names) < len(stored):
@@ -80,6 +87,20 @@ def tensors_named(directory: str | Path, wanted: Callable[[str], bool]) -> Itera
             for name in (name for name in files if files[name] == path and wanted(name)):
                 with _naming(path, name):
                     yield name, file.get_tensor(name)
+
+
+def read_rows(directory: str | Path, names: Sequence[str], rows: Sequence[int]) -> torch.Tensor:
+    """Return rows [n, size], on the CPU, of the first of the matrices `names` that the checkpoint has. Raises `ModelLoadError` as `load_weights`."""
+    files = _tensor_files(Path(directory))
+    name = next((name for name in names if name in files), None)
+    if name is None:
+        raise ModelLoadError(f"{directory}: the checkpoint has none of {', '.join(names)}")
+    with _opened(files[name]) as file, _naming(files[name], name):
+        matrix = file.get_slice(name)
+        found = torch.cat([matrix[row : row + 1] for row in rows])
+        if not found.is_floating_point() or found.element_size() < 2:
+            raise ModelLoadError(f"expected plain numbers, found {str(found.dtype).removeprefix('torch.')}")
+        return found
 
 
 def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:

@@ -27,6 +27,7 @@ from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.line_costs import draft_costs, line_costs
 from dovetail.runtime.loading import ModelPlan, load_model
 from dovetail.runtime.memory import readable_bytes
+from dovetail.runtime.pooler import load_pooler
 from dovetail.runtime.profiling import peak_bytes
 from dovetail.runtime.recording import LayerSplitter
 from dovetail.runtime.row_state import RowState
@@ -51,6 +52,7 @@ class Worker:
         self._graphs: Graphs | None = None  # the runner's, once captured
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
+        self._generates = True
         self.line_costs: tuple[tuple[int, float], ...] = ()  # see `Capacity`; measured by `allocate`
         self.draft_costs: tuple[tuple[int, float], ...] = ()
 
@@ -65,6 +67,8 @@ class Worker:
         plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
         if config.max_drafts and plan.states:
             raise UnsupportedError("speculation: this model has recurrent layers, whose states can't take back a rejected draft")
+        if config.max_drafts and not plan.pooling.capacity.generates:
+            raise UnsupportedError("speculation: this model generates nothing: it makes embeddings or scores")
         drafting = DraftPlan.of(config, plan, self.context.models, self.group, device, self.context.quantizations)
         specs = plan.specs if drafting is None else [*plan.specs, *drafting.specs]
         chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
@@ -88,6 +92,9 @@ class Worker:
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
         runner = self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
+        self._generates = plan.pooling.capacity.generates
+        hidden_size, seed = int(plan.config.hidden_size), config.seed if config.load_format == "dummy" else None
+        runner.pooler = load_pooler(plan.pooling, plan.vocab_size, hidden_size, runner.rows, seed)
         if drafting is not None:
             draft = drafting.load(splitter, bound, self.group, device, told, environment)
             runner.draft = DraftModel(draft, drafting.specs, chosen.backend, runner.sampler, runner.rows, config.max_num_batched_tokens)
@@ -104,6 +111,7 @@ class Worker:
             max_model_len=plan.max_model_len,
             shared_prefix=chosen.backend.capabilities.shared_prefix,
             max_lines=runner.rows.max_lines if config.max_drafts else 0,
+            pooling=plan.pooling.capacity,
             details={
                 "device": describe_device(device),
                 "dtype": plan.dtype_name,
@@ -113,6 +121,7 @@ class Worker:
                 "model": str(plan.config.architectures[0]),
                 **({} if runner.draft is None else {"draft_model": f"{config.draft_model}, {_num_parameters(runner.draft.model) / 1e6:.1f}M"}),
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
+                **({} if self._generates else {"pooling": str(plan.pooling)}),
                 "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
                 "kv_pool": readable_bytes(pages * layout.page_bytes),
                 **({"kv_groups": planned.describe()} if len(layout.groups) > 1 else {}),
@@ -143,6 +152,8 @@ class Worker:
         self.check()
         try:
             runner = self._running()
+            if not self._generates and any(new.pooling is None for new in batch.added):
+                raise DovetailError("this model generates nothing, and a request wants tokens")
             if self._scales is not None and self._scales.to_calibrate and len(batch.rows):
                 with self._scales.calibrating(), runner.without_graphs():
                     return runner.submit(batch)

@@ -103,7 +103,7 @@ class Rank:
     def _reserve(self) -> None:
         """Allocate the ranks' shared memory, for the hidden states of the largest step and the logits of all lines."""
         config = self._context.config
-        _, hf_config = find_architecture(config.model, self._context.models)
+        hf_config = find_architecture(config.model, self._context.models).config
         dtype = resolve_dtype(config.dtype, hf_config, self.device)
         lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens)
         logits = lines * -(-int(hf_config.vocab_size) // self._settings.size)

@@ -49,11 +49,16 @@ _HARMLESS = (  # patterns of fields that don't affect a model's results
     "dtype",
     "gradient_checkpointing",
     "id2label",
+    "classifier_from_token",
     "ignore_keys_at_rope_validation",
     "initializer_range",
+    "is_causal",  # checked separately, below
     "is_llama_config",
+    "is_matryoshka",
+    "is_original_qwen3_reranker",
     "keys_to_ignore_at_inference",
     "label2id",
+    "matryoshka_dimensions",
     "max_length",
     "max_sequence_length",
     "model_max_length",
@@ -67,6 +72,8 @@ _HARMLESS = (  # patterns of fields that don't affect a model's results
     "problem_type",
     "quantization_config",  # checked separately, below
     "return_dict",
+    "sbert_ce_*",
+    "sentence_transformers",
     "task_specific_params",
     "tokenizer_*",
     "torch_dtype",
@@ -103,7 +110,8 @@ class DecoderArch(ModelArch):
     def reasons_against_fields(self, config: Any) -> list[str]:
         """Return the reasons for a config with the right `model_type`; architectures add their own."""
         sizes = dict.fromkeys(reason for layer in self.layer_configs(config) for reason in _wrong_sizes(layer))
-        return [*sizes, *self._wrong_activation(config), *_wrong_values(config), *self.rope_reasons(config), *self._unknown(config)]
+        causal = [] if getattr(config, "is_causal", True) else ["is_causal = False is not implemented: tokens attend to those before them only"]
+        return [*sizes, *causal, *self._wrong_activation(config), *_wrong_values(config), *self.rope_reasons(config), *self._unknown(config)]
 
     def layer_configs(self, config: Any) -> list[Any]:
         """Return the configs in which sizes are read."""

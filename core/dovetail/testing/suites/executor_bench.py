@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.executor import Batch, Capacity, Drafts, Executor, Masks, NewRow, Result
+from dovetail.api.executor import Batch, Capacity, Drafts, Executor, Masks, NewRow, Result, RowPooling
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import fail, require
@@ -30,6 +30,7 @@ class Seat:
     blocks: list[int]  # of `Bench.block_size` tokens
     sampling: RowSampling
     known: int  # to the executor: those in flight too
+    pooling: RowPooling | None = None  # it pools, and yields no token
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Bench:
         computed: int = 0,
         blocks: Sequence[int] | None = None,
         room: int = 8,
+        pooling: RowPooling | None = None,
         **sampling: Any,
     ) -> Seat:
         """Start a request in the next batch, with blocks for `room` more tokens. Its seed is a function of its name."""
@@ -84,7 +86,7 @@ class Bench:
         if blocks is None:
             blocks = self.take_blocks(-(-(len(tokens) + room) // self.block_size))
         params = RowSampling(**{"temperature": 0.0, "seed": zlib.crc32(name.encode()), **sampling})
-        seat = Seat(name, row, list(tokens), prompt_len or len(tokens), computed, list(blocks), params, len(tokens))
+        seat = Seat(name, row, list(tokens), prompt_len or len(tokens), computed, list(blocks), params, len(tokens), pooling)
         self.seats[name] = seat
         self.tokens.setdefault(name, [])
         self._added.append(seat)
@@ -250,6 +252,8 @@ class Bench:
         appended, self._appended = self._appended, []
         added, self._added = self._added, []
         removed, self._removed = self._removed, []
+        ends = [seat.computed + counts[seat.name] == seat.known for seat in seats]
+        pooled = [index for index, (seat, at_end) in enumerate(zip(seats, ends, strict=True)) if at_end and seat.pooling is not None]
         return Batch(
             step=self.step,
             removed=np.array(sorted(set(removed)), np.int32),
@@ -260,9 +264,10 @@ class Bench:
             copies=tuple(copies),
             rows=np.array([seat.row for seat in seats], np.int32),
             num_tokens=np.array([count + len(ids) for count, ids in zip(counts.values(), own, strict=True)], np.int32),
-            yields_token=np.array([seat.computed + counts[seat.name] == seat.known for seat in seats], np.bool_),
+            yields_token=np.array([at_end and seat.pooling is None for seat, at_end in zip(seats, ends, strict=True)], np.bool_),
             shared_prefix_blocks=shared * self.block_size // self.capacity.layout.groups[0].block_tokens,
             late=late,
+            pooled=np.array(pooled, np.int32) if pooled else None,
             drafts=None if drafts is None else Drafts(np.array([*map(len, own)], np.int32), np.array([id for ids in own for id in ids], np.int32)),
         )
 
@@ -282,4 +287,5 @@ def _new_row(seat: Seat, pages: Sequence[Sequence[int]]) -> NewRow:
         computed=seat.computed,
         pages=tuple(np.array(own, np.int32) for own in pages),
         sampling=seat.sampling,
+        pooling=seat.pooling,
     )
