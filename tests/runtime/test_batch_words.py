@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.executor import Batch, Drafts, Masks, NewRow, RowCheckpoint, RowPooling
+from dovetail.api.executor import AdapterLoad, Batch, Drafts, Masks, NewRow, RowCheckpoint, RowPooling
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
@@ -38,6 +38,7 @@ new_rows = st.builds(
     pages=st.lists(arrays, max_size=3).map(tuple),
     sampling=samplings,
     pooling=st.none() | st.builds(RowPooling, st.just("embed"), st.none() | st.integers(1, 99), st.booleans()),
+    adapter=numbers,
 )
 
 
@@ -62,6 +63,7 @@ def batches(draw: st.DrawFn) -> Batch:
         shared_prefix_blocks=draw(numbers),
         late=draw(st.booleans()),
         pooled=draw(st.none() | arrays),
+        adapters=tuple(draw(st.lists(st.builds(AdapterLoad, numbers, st.text(max_size=9), st.text(max_size=9)), max_size=2))),
         drafts=draw(st.none() | st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).map(drafted)),
     )
 

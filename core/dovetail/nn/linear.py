@@ -4,7 +4,8 @@ Column-parallel layers give each rank a share of the outputs; a row-parallel lay
 A column-parallel layer followed by a row-parallel one needs a single all-reduce (Megatron-LM, arXiv:1909.08053).
 
 A layer knows the operations that surround it in a decoder, so that a kernel can fuse them: the norm of its input, the gate of its outputs, the
-residual stream that it adds to. Its `WeightFormat` (`dovetail.nn.format`) defines how the weight is stored and which kernels multiply it.
+residual stream that it adds to. Its `WeightFormat` (`dovetail.nn.format`) defines how the weight is stored and which kernels multiply it. In a step
+with LoRA adapters (`dovetail.nn.adapters`) nothing is fused: norm, product, what adapters add, gate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch
 
 from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.errors import UnsupportedError
-from dovetail.nn.activation import ACTIVATIONS, act_mul
+from dovetail.nn.activation import ACTIVATIONS, act_mul, silu_mul
+from dovetail.nn.adapters import LayerAdapters
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.layer import Layer
 from dovetail.nn.norm import RMSNorm
@@ -46,6 +48,12 @@ class LinearLayer(Layer):
     weight: Any  # returned by the format's `allocate`
     format: WeightFormat = DENSE
     sensitive = False  # stays plain where a plain checkpoint is quantized while loading
+    adapters: LayerAdapters | None = None  # None: the layer has no bank
+
+    @property
+    def adapted(self) -> LayerAdapters | None:
+        """Its adapters, if the running step has any."""
+        return self.adapters if self.adapters is not None and self.adapters.active else None
 
     def take_format(self, form: WeightFormat, device: torch.device) -> None:
         """Allocate the weight on `device` in format `form`. Raises `UnsupportedError` if it can't store a size."""
@@ -84,7 +92,17 @@ class MergedColumnParallelLinear(LinearLayer):
         self.bias = Weight((at,), biases, context) if bias else None
 
     def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+        if (adapted := self.adapted) is not None:
+            return self._unfused(adapted, x, norm)
         return self.format.columns(self.weight, x, self.bias, norm)
+
+    def _unfused(self, adapted: LayerAdapters, x: torch.Tensor | Residual, norm: RMSNorm | None) -> torch.Tensor:
+        """Return the outputs with what adapters add."""
+        if isinstance(x, Residual):
+            x = x.summed() if norm is None else x.normed(norm)
+        elif norm is not None:
+            x = norm(x)
+        return adapted.added_to(self.format.columns(self.weight, x, self.bias), x)
 
 
 def interleaved(pieces: Mapping[str, int], groups: int, group: ParallelGroup, what: str) -> dict[str | None, Columns]:
@@ -154,6 +172,9 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         self.activation = activation
 
     def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+        if (adapted := self.adapted) is not None:
+            y = self._unfused(adapted, x, norm)
+            return silu_mul(y) if self.activation == "silu" else act_mul(y, self.activation)
         if self.activation == "silu":
             return self.format.columns(self.weight, x, self.bias, norm, gated=True)
         return act_mul(self.format.columns(self.weight, x, self.bias, norm), self.activation)
@@ -171,19 +192,26 @@ class RowParallelLinear(LinearLayer):
         self.bias = whole((out_features,), context) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(self.format.columns(self.weight, x, self.bias if self.group.rank == 0 else None))
+        return self.group.all_reduce(self._share(x))
 
     def add_to(self, residual: Residual, x: torch.Tensor) -> None:
         """Add self(x) [tokens, out] to the stream."""
         x = x.contiguous()
         if self.group.size > 1 or self.bias is not None:
             self._add_sum_to(residual, x)
-            return
-        self.format.add_to(self.weight, residual, x)
+        elif self.adapted is not None:
+            residual.add_parts(self._share(x)[None])
+        else:
+            self.format.add_to(self.weight, residual, x)
 
     def _add_sum_to(self, residual: Residual, x: torch.Tensor) -> None:
         place = residual.place_of_share(self.group)
         if place is None:
             residual.summed().add_(self(x))
         else:
-            self.format.columns(self.weight, x, self.bias if self.group.rank == 0 else None, into=place)
+            self._share(x, place)
+
+    def _share(self, x: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this rank's share of the sum [tokens, out], in the memory `into` if given."""
+        y = self.format.columns(self.weight, x, self.bias if self.group.rank == 0 else None, into=into)
+        return y if (adapted := self.adapted) is None else adapted.added_to(y, x)

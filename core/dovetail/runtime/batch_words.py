@@ -1,12 +1,13 @@
 """Serializes a `Batch` and its `Masks` as 32-bit words for other ranks: numbers are copied directly, without a Python object for each.
 
-What new rows sample or pool is pickled together: it has many types, and a row starts only once.
+What rows start with (what they sample or pool, their slots) is pickled together, as are adapters: it has many types, and a row starts only once.
 
     step (two words), shared blocks, 1 if late, drafts (-1: none), pooled (-1: none), then the number of each, and of the pages of a checkpoint
     removed | new_pages (group, row, page, …) | copies (src, dst, …) | checkpoints (row, tokens, pages …) | rows | num_tokens | yields_token
     with drafts, their number in each row | drafts | pooled
     for each of `added`: row, prompt_len, computed; number of tokens, of bytes of its id, and of groups
-    for each of these the pages in each group | all tokens | all pages | all ids | sampling and pooling, pickled
+    for each of these the pages in each group | all tokens | all pages | all ids
+    with `added` or `adapters`, sampling, pooling and slot of each of `added`, and the adapters, pickled
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Drafts, Masks, NewRow, RowCheckpoint
+from dovetail.api.executor import AdapterLoad, Batch, Drafts, Masks, NewRow, RowCheckpoint
 from dovetail.api.kv_cache import PageCopy
 
 Words = NDArray[np.int32]
@@ -48,14 +49,15 @@ def to_words(batch: Batch) -> list[Words]:
         body += [batch.drafts.counts, batch.drafts.token_ids]
     if batch.pooled is not None:
         body.append(batch.pooled)
-    sampling = b""
+    pickled = b""
     if batch.added:
-        sampling = pickle.dumps([(new.sampling, new.pooling) for new in batch.added], pickle.HIGHEST_PROTOCOL)
         body += _added_words(batch.added)
-        body.append(_bytes_words(sampling))
+    if batch.added or batch.adapters:
+        pickled = pickle.dumps(([(new.sampling, new.pooling, new.adapter) for new in batch.added], batch.adapters), pickle.HIGHEST_PROTOCOL)
+        body.append(_bytes_words(pickled))
     drafts = -1 if batch.drafts is None else len(batch.drafts.token_ids)
     pooled = -1 if batch.pooled is None else len(batch.pooled)
-    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, drafts, pooled, *lens, len(sampling)], np.int32)
+    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, drafts, pooled, *lens, len(pickled)], np.int32)
     head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may run more steps than 32 bits can count
     return [head, *body]
 
@@ -63,7 +65,7 @@ def to_words(batch: Batch) -> list[Words]:
 def from_words(words: Words) -> Batch:
     """Decode a batch. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, late, drafts, pooled, removed, new_pages, copies, saved, pages, rows, added, sampling = words[2:_HEAD].tolist()
+    shared, late, drafts, pooled, removed, new_pages, copies, saved, pages, rows, added, pickled = words[2:_HEAD].tolist()
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
@@ -76,7 +78,9 @@ def from_words(words: Words) -> Batch:
         "drafts": None if drafts < 0 else Drafts(reader.take(rows), reader.take(drafts)),
         "pooled": None if pooled < 0 else reader.take(pooled),
     }
-    return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), added=_added(reader, added, sampling) if added else (), **fields)
+    if added or pickled:
+        fields["added"], fields["adapters"] = _started(reader, added, pickled)
+    return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), **{"added": (), **fields})
 
 
 def masks_to_words(masks: Masks) -> list[Words]:
@@ -118,19 +122,20 @@ def _added_words(added: Sequence[NewRow]) -> list[Words]:
     return [np.array(heads, np.int32).reshape(-1), counts, *tokens, *tables, _bytes_words(b"".join(ids))]
 
 
-def _added(reader: _Reader, count: int, sampling_bytes: int) -> tuple[NewRow, ...]:
+def _started(reader: _Reader, count: int, pickled: int) -> tuple[tuple[NewRow, ...], tuple[AdapterLoad, ...]]:
+    """Return `count` new rows and the adapters; `pickled`: bytes."""
     heads = reader.take(_NEW * count).reshape(count, _NEW).tolist()
     counts = [reader.take(head[5]).tolist() for head in heads]
     tokens = [reader.take(head[3]) for head in heads]
     tables = [tuple(map(reader.take, own)) for own in counts]
     ids, at = reader.take_bytes(sum(head[4] for head in heads)), 0
-    sampling = pickle.loads(reader.take_bytes(sampling_bytes))
+    starts, adapters = pickle.loads(reader.take_bytes(pickled))
     added = []
-    for (row, prompt_len, computed, _, length, _), own, pages, (params, pooling) in zip(heads, tokens, tables, sampling, strict=True):
+    for (row, prompt_len, computed, _, length, _), own, pages, (sampling, pooling, slot) in zip(heads, tokens, tables, starts, strict=True):
         name = ids[at : at + length].decode("utf-8", "surrogatepass")
         at += length
-        added.append(NewRow(row, name, own, prompt_len, computed, pages, params, pooling))
-    return tuple(added)
+        added.append(NewRow(row, name, own, prompt_len, computed, pages, sampling, pooling, slot))
+    return tuple(added), adapters
 
 
 def _bytes_words(data: bytes) -> Words:

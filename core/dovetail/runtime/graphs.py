@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Capture, Lines, Sampler
 from dovetail.errors import UnsupportedError
+from dovetail.nn.adapters import StepAdapters
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead, is_compiling_ahead
 from dovetail.nn.token_masks import mask_tokens
@@ -58,10 +60,20 @@ class Kind(Enum):
     DRAFT_NEXT = auto()  # the draft model's next draft of rows
     DRAFT_FIRST_FULL = auto()  # the same two with `Capture.FULL`
     DRAFT_NEXT_FULL = auto()
+    ADAPTED_MIXED = auto()  # steps in which any token has an adapter
+    ADAPTED_DECODE = auto()
+    ADAPTED_DECODE_FULL = auto()
+    ADAPTED_MODEL = auto()
 
 
 DECODE_KINDS = {Capture.TOKENS: Kind.DECODE, Capture.FULL: Kind.DECODE_FULL}
 DRAFT_KINDS = {Capture.TOKENS: (Kind.DRAFT_FIRST, Kind.DRAFT_NEXT), Capture.FULL: (Kind.DRAFT_FIRST_FULL, Kind.DRAFT_NEXT_FULL)}
+ADAPTED_KINDS = {
+    Kind.MIXED: Kind.ADAPTED_MIXED,
+    Kind.DECODE: Kind.ADAPTED_DECODE,
+    Kind.DECODE_FULL: Kind.ADAPTED_DECODE_FULL,
+    Kind.MODEL: Kind.ADAPTED_MODEL,
+}
 SAMPLING_KINDS = {Capture.TOKENS: Kind.SAMPLING, Capture.FULL: Kind.SAMPLING_FULL}
 
 
@@ -76,6 +88,18 @@ class StepParts:
     masks: MaskBuffer
     draft: Any = None  # the draft model, a CausalLM; None: there is none
     generates: bool = True  # some steps sample
+    adapters: StepAdapters | None = None  # of the model's layers; None: they have no bank
+
+    def states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None, adapted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the model's hidden states, as `CausalLM.forward`. `adapted` [tokens] int64: the rows of the tokens, of a step with adapters."""
+        if adapted is None or self.adapters is None:
+            plain: torch.Tensor = self.model(token_ids, positions, wanted)
+            return plain
+        with self.adapters.of_tokens(self.rows.device_adapters.index_select(0, adapted), wanted):
+            hidden: torch.Tensor = self.model(token_ids, positions, wanted)
+        return hidden
 
     def sample(self, lines: Lines, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None) -> Sampled:
         """Sample a token for each of `lines` [n] and extend their rows. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden state of
@@ -100,10 +124,17 @@ class Builder(ABC):
     warm_ups = 1  # runs before a recording. 0 if a kind recorded earlier launches the same kernels for each size
     optional = False  # True: skip the kind if recording raises `UnsupportedError`
     splitter: LayerSplitter | None = None  # set to record in pieces
+    adapted = False  # True: of steps with adapters
 
     def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts) -> None:
         """`sizes` are ascending. Larger ones are recorded first, so that smaller ones reuse their memory."""
         self.kind, self.sizes, self.parts = kind, tuple(sizes), parts
+
+    def with_adapters(self) -> Builder:
+        """Return the builder of the same steps with adapters, whose kind is in `ADAPTED_KINDS`."""
+        other = copy(self)
+        other.kind, other.adapted = ADAPTED_KINDS[Kind(self.kind)], True
+        return other
 
     @abstractmethod
     def inputs(self, size: int) -> Any:
@@ -150,7 +181,8 @@ class MixedSteps(Builder):
         """Return hidden states: of all tokens [size, hidden], or of wanted ones [most_wanted, hidden]."""
         token_ids = self.parts.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         wanted = None if inputs.all_states else inputs.wanted
-        hidden: torch.Tensor = self.parts.model(token_ids, inputs.positions, wanted)
+        rows = inputs.token_indices // self.parts.rows.row_width if self.adapted else None
+        hidden = self.parts.states(token_ids, inputs.positions, wanted, rows)
         if self.parts.draft is not None:
             self.parts.draft(token_ids, inputs.positions, wanted)
         return hidden
@@ -175,7 +207,7 @@ class DecodeSteps(Builder):
     def run(self, inputs: DecodeInputs) -> Any:
         """Return `Sampled`, or the hidden states [size, hidden]."""
         token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.lines))
-        hidden = settled(self.parts.model(token_ids, positions))
+        hidden = settled(self.parts.states(token_ids, positions, adapted=inputs.lines.rows if self.adapted else None))
         return hidden if self._capture is None else self.parts.sample(inputs.lines, positions, hidden, self._capture)
 
 
@@ -296,7 +328,9 @@ class Graphs:
         mixed: list[Builder] = []
         if parts.rows.states is None:  # the kernels of states have grids that depend on the rows of a step
             mixed = mixed_builders(parts, splitter, most_recorded(max_tokens, parameters))
-        return cls([*mixed, *decode_builders(parts, min(parts.rows.max_lines, max_tokens))], parts)
+        builders = [*mixed, *decode_builders(parts, min(parts.rows.max_lines, max_tokens))]
+        adapted = [] if parts.adapters is None else [builder.with_adapters() for builder in builders if builder.kind in ADAPTED_KINDS]
+        return cls([*builders, *adapted], parts)
 
     def __str__(self) -> str:
         kinds = {builder.kind for builder in self._builders}
@@ -357,22 +391,23 @@ class Graphs:
             self._parts.backend.plan(batch)
         return graph.recording.replay()
 
-    def for_model(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool) -> Graph | None:
-        """Return the graph for the model of any step. None if the step is too large, or needs `all_states` but only wanted ones are computed."""
+    def for_model(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool, adapted: bool = False) -> Graph | None:
+        """Return the graph for the model of any step; if it is `adapted`, no prefix is shared. None if the step is too large, or needs `all_states`
+        but only wanted ones are computed."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.cuda_graph == "mixed"
-        graph = self.find(Kind.MIXED_SHARING if shares else Kind.MIXED, num_tokens)
+        graph = self.find(Kind.MIXED_SHARING if shares else _of_kind(Kind.MIXED, adapted), num_tokens)
         return None if graph is None or (all_states and not graph.inputs.all_states) else graph
 
-    def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool) -> Graph | None:
-        """Return the graph for a decode step of lines of these rows; for a `late` one, only of its model. None if no graph supports everything that
-        they need."""
+    def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool, adapted: bool = False) -> Graph | None:
+        """Return the graph for a decode step of lines of these rows; for a `late` one, only of its model; if it is `adapted`, no prefix is shared.
+        None if no graph supports everything that they need."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.shared_prefix
         if late:
-            return None if shares else self.find(Kind.MODEL, len(host_rows))
+            return None if shares else self.find(_of_kind(Kind.MODEL, adapted), len(host_rows))
         capture = self._parts.sampler.capture_for(host_rows)
         if capture is None or (shares and capture is not Capture.TOKENS):
             return None
-        return self.find(Kind.DECODE_SHARING if shares else DECODE_KINDS[capture], len(host_rows))
+        return self.find(Kind.DECODE_SHARING if shares else _of_kind(DECODE_KINDS[capture], adapted), len(host_rows))
 
     def for_sampling(self, host_rows: Int64, *, masked: bool) -> Graph | None:
         """Return the graph that samples for lines of these rows, some of which may be `masked`. None if no graph supports everything that they need:
@@ -381,3 +416,7 @@ class Graphs:
         if capture is None or (masked and (self._parts.rows.logprobs[host_rows] >= 0).any()):
             return None
         return self.find(SAMPLING_KINDS[capture], len(host_rows))
+
+
+def _of_kind(kind: Kind, adapted: bool) -> Kind:
+    return ADAPTED_KINDS[kind] if adapted else kind

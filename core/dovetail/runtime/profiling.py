@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -21,9 +23,14 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
     biggest = [biggest_batch(runner.rows, max_tokens, _pooling(runner))]
     if runner.rows.max_lines > len(biggest[0].rows):
         biggest.append(drafting_batch(runner.rows, min(runner.rows.max_lines, max_tokens)))
+    if runner.adapters is not None:  # layers keep what they don't fuse
+        biggest.append(adapted_batch(biggest[0]))
+        runner.adapters.held[1] = ""
     for batch in biggest:
         runner.collect(runner.submit(batch))
         remove_rows(runner, batch)
+    if runner.adapters is not None:
+        runner.adapters.held.clear()
     free, total = torch.cuda.mem_get_info(runner.device)
     outside_torch = total - free - torch.cuda.memory_reserved(runner.device)
     return outside_torch + torch.cuda.max_memory_allocated(runner.device)
@@ -53,6 +60,11 @@ def biggest_batch(rows: RowState, max_tokens: int, pooling: RowPooling | None = 
     index, counts = np.arange(num_rows, dtype=np.int32), np.full(num_rows, count, np.int32)
     yields, pooled = np.full(num_rows, pooling is None), None if pooling is None else index
     return empty_batch(added=added, rows=index, num_tokens=counts, yields_token=yields, pooled=pooled)
+
+
+def adapted_batch(batch: Batch) -> Batch:
+    """Return a step of new rows with an adapter each, in slot 1."""
+    return replace(batch, added=tuple(replace(new, adapter=1) for new in batch.added))
 
 
 def drafting_batch(rows: RowState, lines: int) -> Batch:

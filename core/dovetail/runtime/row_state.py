@@ -55,14 +55,16 @@ class RowState:
         self.row_width = max_len + 1  # so that a row at its end may sample once more, into an unused place
         # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates it.
         count = max_rows + 1
-        sizes = [-(-numbers // ALIGNED) * ALIGNED for numbers in (count, count, count * self.row_width, self.num_tables * count * self.max_blocks)]
+        numbers = (count, count, count, count * self.row_width, self.num_tables * count * self.max_blocks)
+        sizes = [-(-each // ALIGNED) * ALIGNED for each in numbers]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        num_tokens, prompt_lens, token_ids, tables = torch.split(self._all, sizes)
+        num_tokens, prompt_lens, adapters, token_ids, tables = torch.split(self._all, sizes)
         self.num_tokens, self.prompt_lens = num_tokens[:count], prompt_lens[:count]  # known: their ids are in `token_ids`
         self.num_tokens[max_rows] = 1
+        self.device_adapters = adapters[:count]  # slots of the rows' adapters
         self.token_ids = token_ids[: count * self.row_width].view(count, self.row_width)
         self._tables = tables[: self.num_tables * count * self.max_blocks].view(self.num_tables, count, self.max_blocks)
-        self._prompt_lens_at, self._token_ids_at, self._tables_at = np.cumsum(sizes[:3]).tolist()
+        self._prompt_lens_at, self._adapters_at, self._token_ids_at, self._tables_at = np.cumsum(sizes[:4]).tolist()
         # Host copies of the tables, and counts in int64
         self.host_tables = np.zeros((self.num_tables, count, self.max_blocks), np.int32)  # equals `tables`
         self._unsent: list[Int64] = []  # flat indices into it that haven't been sent to the device
@@ -71,6 +73,7 @@ class RowState:
         self.num_pages = np.zeros((len(self._paged), max_rows), np.int64)  # in the tables of each group
         self.logprobs = np.full(max_rows, -1, np.int64)  # requested alternatives per sampled token; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # likewise per prompt token
+        self.adapters = np.zeros(max_rows, np.int32)  # equals `device_adapters`
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 
     @property
@@ -207,6 +210,7 @@ class RowState:
         self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
+            self.adapters[new.row] = new.adapter
             sampling = new.sampling if new.pooling is None else RowSampling()  # what pools has no log-probabilities
             self.logprobs[new.row] = -1 if sampling.logprobs is None else sampling.logprobs
             self.prompt_logprobs[new.row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
@@ -220,6 +224,7 @@ class RowState:
         return [
             (rows, self.known[rows].astype(np.int32)),
             (self._prompt_lens_at + rows, np.array([new.prompt_len for new in added], np.int32)),
+            (self._adapters_at + rows, self.adapters[rows]),
             _laid_out(self._token_ids_at + rows * self.row_width, [new.token_ids for new in added]),
         ]
 

@@ -22,6 +22,7 @@ from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, Top
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.token_masks import mask_tokens
+from dovetail.runtime.adapters import AdapterBank, load_adapters
 from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.draft_model import DraftModel, are_mixed
 from dovetail.runtime.graphs import Graph, Graphs, StepParts
@@ -151,6 +152,7 @@ class Runner:
         self._refused: dict[int, str] = {}  # rows of collected steps that the sampler rejected -> reason: their requests have ended
         self._vocab_size = vocab_size
         self.masks = MaskBuffer(rows.max_lines, vocab_size, rows.device)
+        self.adapters: AdapterBank | None = None
         self.graphs: Graphs | None = None  # set once captured
 
     @property
@@ -158,7 +160,8 @@ class Runner:
         """Objects from which graphs of its steps are built."""
         draft = None if self.draft is None else self.draft.model
         generates = self.pooler is None or self.pooler.plan.capacity.generates
-        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, generates)
+        adapters = None if self.adapters is None else self.adapters.step
+        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, generates, adapters)
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -175,7 +178,7 @@ class Runner:
         if self.draft is not None and batch.drafts is not None:
             self.draft.propose(batch.drafts, batch.rows, self.graphs)
         if graphs is not None:
-            graph = graphs.for_decode(pending.lines.rows, self._worth_sharing(batch), late=batch.late)
+            graph = graphs.for_decode(pending.lines.rows, self._worth_sharing(batch), late=batch.late, adapted=self._is_adapted(batch))
         if graphs is not None and graph is not None:
             self._replay(graphs, graph, batch, pending)
         else:
@@ -289,7 +292,8 @@ class Runner:
             wanted = np.concatenate([last_indices, pools.tokens])
             all_states = all_states or pools.all_states or len(wanted) > self.rows.max_lines
         draft = self.draft if (batch.num_tokens > num_lines).any() else None
-        graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states)
+        adapted = self._is_adapted(batch)
+        graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states, adapted=adapted)
         if graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted)
             hidden = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
@@ -300,7 +304,7 @@ class Runner:
                 self._plan_states(self.rows.states, batch, inputs)
             self.backend.plan(host.attention_batch(self.rows, inputs, shared_blocks))
             all_states = all_states or len(wanted) == host.num_tokens
-            hidden = self._launch_model(inputs, None if all_states else wanted, None if draft is None else draft.model)
+            hidden = self._launch_model(inputs, None if all_states else wanted, None if draft is None else draft.model, adapted=adapted)
         if draft is not None:
             draft.computed(batch)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
@@ -320,14 +324,15 @@ class Runner:
             states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
         states.steps.plan(states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at))
 
-    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any) -> torch.Tensor:
+    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any, *, adapted: bool) -> torch.Tensor:
         """Return hidden states [tokens, hidden]; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that
-        stores its K and V of all tokens, or None."""
+        stores its K and V of all tokens, or None. `adapted`: tokens have adapters."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
             wanted = np.array([len(token_ids) - 1])  # no row samples or pools, but models require at least one token
         device_wanted = None if wanted is None else to_device(wanted, self.device)
-        hidden: torch.Tensor = self.model(token_ids, inputs.positions, device_wanted)
+        rows = inputs.token_indices // self.rows.row_width if adapted else None
+        hidden = self.parts.states(token_ids, inputs.positions, device_wanted, rows)
         if draft is not None:
             draft(token_ids, inputs.positions, device_wanted)
         return hidden
@@ -353,8 +358,14 @@ class Runner:
             pending.asked_logprobs = int(self.rows.logprobs[pending.lines.rows].max())
         pending.sampled = SampledCopy(sampled, order, with_logprobs=pending.asked_logprobs >= 0)
 
+    def _is_adapted(self, batch: Batch) -> bool:
+        """Return True if any row of the batch has an adapter."""
+        return self.adapters is not None and bool(self.rows.adapters[batch.rows].any())
+
     def _worth_sharing(self, batch: Batch) -> int:
-        """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little."""
+        """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little, or the step has adapters."""
+        if self._is_adapted(batch):
+            return 0
         tokens = batch.shared_prefix_blocks * self.rows.layout.groups[0].block_tokens if batch.shared_prefix_blocks else 0
         return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
 
@@ -373,6 +384,8 @@ class Runner:
 
     def _change_rows(self, batch: Batch) -> tuple[list[int], list[tuple[int, RowSampling]]]:
         """Apply the batch's changes. Returns the rows to remove from the sampler, and those to add, with their parameters: not those that pool."""
+        if batch.adapters or any(new.adapter for new in batch.added):
+            load_adapters(self.adapters, batch)
         self.rows.update(batch)
         if batch.drafts is None:  # which `update` checks
             self.rows.check(batch)

@@ -18,6 +18,7 @@ from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
 from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.moe import Experts
+from dovetail.runtime.adapters import AdapterBank
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.draft_model import DraftModel, DraftPlan
@@ -95,6 +96,8 @@ class Worker:
         self._generates = plan.pooling.capacity.generates
         hidden_size, seed = int(plan.config.hidden_size), config.seed if config.load_format == "dummy" else None
         runner.pooler = load_pooler(plan.pooling, plan.vocab_size, hidden_size, runner.rows, seed)
+        if config.max_adapters:
+            runner.adapters = AdapterBank(model, config.max_adapters, config.max_adapter_rank, plan.dtype, device)
         if drafting is not None:
             draft = drafting.load(splitter, bound, self.group, device, told, environment)
             runner.draft = DraftModel(draft, drafting.specs, chosen.backend, runner.sampler, runner.rows, config.max_num_batched_tokens)
@@ -112,6 +115,7 @@ class Worker:
             shared_prefix=chosen.backend.capabilities.shared_prefix,
             max_lines=runner.rows.max_lines if config.max_drafts else 0,
             pooling=plan.pooling.capacity,
+            adapters=None if runner.adapters is None else runner.adapters.capacity,
             details={
                 "device": describe_device(device),
                 "dtype": plan.dtype_name,
@@ -119,6 +123,7 @@ class Worker:
                 "attention": chosen.name,
                 **({} if self._scales is None else {"kv_cache": f"{layout.dtype}, scales {self._scales.source}"}),
                 "model": str(plan.config.architectures[0]),
+                **({} if runner.adapters is None else {"adapters": str(runner.adapters)}),
                 **({} if runner.draft is None else {"draft_model": f"{config.draft_model}, {_num_parameters(runner.draft.model) / 1e6:.1f}M"}),
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
                 **({} if self._generates else {"pooling": str(plan.pooling)}),

@@ -1,0 +1,89 @@
+"""LoRA adapters (arXiv:2106.09685) of linear layers: y + (x A^T) B^T, with another A and B for each token.
+
+A bank has a fixed number of slots for adapters; `LayerAdapters` are one layer's weights in it. Slot 0 is for no adapter. A step in which any token
+has one runs within `StepAdapters.of_tokens`: then all layers with a bank compute the plain sequence of norm, product, adapters and gate, instead of
+kernels that fuse these. Other steps don't notice the bank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.errors import DovetailError
+
+
+class StepAdapters:
+    """The slots of the tokens of the step that runs, for all layers of a model."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, torch.Tensor] = {}  # by the number of tokens that a layer computes
+
+    @property
+    def active(self) -> bool:
+        """True if the running step has tokens with adapters."""
+        return bool(self._of)
+
+    @contextmanager
+    def of_tokens(self, slots: torch.Tensor, wanted: torch.Tensor | None = None) -> Iterator[None]:
+        """Context of a step whose tokens have the adapters `slots` [tokens] int32. `wanted` [n] int64: as of `CausalLM.forward`, fewer than all."""
+        self._of = {len(slots): slots}
+        if wanted is not None and len(wanted) != len(slots):
+            self._of[len(wanted)] = slots.index_select(0, wanted)
+        try:
+            yield
+        finally:
+            self._of = {}
+
+    def slots(self, count: int) -> torch.Tensor:
+        """Return the slots [count] of the tokens of a layer's input: all of the step, or those wanted. Raises `DovetailError` for another number."""
+        if count not in self._of:
+            raise DovetailError(f"a layer with adapters was given {count} tokens in a step of {' or '.join(map(str, self._of))}")
+        return self._of[count]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs [start, end) of a layer that belong to one module of the checkpoint, the layer's `module`-th."""
+
+    start: int
+    end: int
+    module: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """The adapters of one layer, which may merge several modules of a checkpoint (q, k and v). Ranks hold their shares, as of the weight."""
+
+    step: StepAdapters
+    a: torch.Tensor  # [slots + 1, modules * rank, in]; 0 beyond an adapter's own rank, and in slot 0
+    b: torch.Tensor  # [slots + 1, out, rank]; likewise
+    outputs: tuple[Outputs, ...]  # ascending, of all outputs of the layer
+
+    @property
+    def active(self) -> bool:
+        return self.step.active
+
+    def added_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add to y [tokens, out], in place, what the tokens' adapters compute of x [tokens, in]; return y. Sums are float32; x A^T is rounded to x's
+        dtype."""
+        slots = self.step.slots(len(x))
+        on_cpu = x.device.type == "cpu"
+        for slot in set(slots.tolist()) - {0} if on_cpu else range(1, len(self.a)):
+            if on_cpu:
+                rows = (slots == slot).nonzero()[:, 0]
+                y[rows] = self._sum(y[rows], x[rows], slot)
+            else:  # shapes are the same in every step
+                y.copy_(torch.where((slots == slot)[:, None], self._sum(y, x, slot), y))
+        return y
+
+    def _sum(self, y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:
+        """Return y plus what the adapter in a slot computes for all tokens."""
+        rank = self.b.shape[2]
+        inner = F.linear(x.float(), self.a[slot].float()).to(x.dtype).float()  # [tokens, modules * rank]
+        parts = [inner[:, part.module * rank :][:, :rank] @ self.b[slot, part.start : part.end].float().t() for part in self.outputs]
+        return (y.float() + torch.cat(parts, 1)).to(y.dtype)
