@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.cli.app import app
-from dovetail.config import COMPONENT_KEYS, EngineConfig, Speculation
+from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
 from dovetail.config_schema import json_schema
 from dovetail.front.vllm_args import TABLE
 from dovetail.limits import Limits
@@ -104,6 +104,11 @@ def speculation_keys() -> str:
     """Return a table of the keys below `speculation`."""
     properties = json_schema(built_ins())["$defs"]["Speculation"]["properties"]
     return _table(Speculation, properties, "key", prefix="speculation.", types={"drafter": _choice_type("speculation.drafter")})
+
+
+def pooling_keys() -> str:
+    """Return a table of the keys below `pooling`."""
+    return _table(Pooling, Pooling.model_json_schema()["properties"], "key", prefix="pooling.")
 
 
 def limits_keys() -> str:
@@ -315,6 +320,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,
+    "pooling keys": pooling_keys,
     "speculation keys": speculation_keys,
     "server settings": server_settings,
     "job keys": job_keys,

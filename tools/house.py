@@ -30,6 +30,8 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
     "api": ("dovetail.api", "dovetail.kv_layout"),
     "request": (
         "dovetail.request",
+        "dovetail.lora",
+        "dovetail.pooling",
         "dovetail.sampling_params",
         "dovetail.structured",
         "dovetail.limits",

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.llm import LLM
     from dovetail.front.llm_engine import LLMEngine
+    from dovetail.pooling import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
     from dovetail.request import CompletionOutput, RequestOutput
     from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams
     from dovetail.structured import Structured, StructuredOutputsParams
@@ -30,6 +37,11 @@ _HOMES = {
     "EngineConfig": "dovetail.config",
     "DovetailError": "dovetail.errors",
     "CompletionOutput": "dovetail.request",
+    "ClassificationRequestOutput": "dovetail.pooling",
+    "EmbeddingRequestOutput": "dovetail.pooling",
+    "PoolingParams": "dovetail.pooling",
+    "PoolingRequestOutput": "dovetail.pooling",
+    "ScoringRequestOutput": "dovetail.pooling",
     "OutputKind": "dovetail.sampling_params",
     "RequestOutput": "dovetail.request",
     "SamplingParams": "dovetail.sampling_params",
@@ -41,14 +53,19 @@ __all__ = [
     "LLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "DovetailError",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",
     "OutputKind",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "Structured",
     "StructuredOutputsParams",
     "__version__",

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, InstanceOf, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 
 from dovetail.api.component import Kind
 from dovetail.checks import shown
@@ -146,6 +157,42 @@ class Speculation(BaseModel):
     """Longest time that the drafter may take in a step, in seconds. A drafter that takes longer is named in the log, and isn't asked for a while."""
 
 
+def _as_score_tokens(value: Any) -> Any:
+    if value is None or (isinstance(value, list | tuple) and len(value) == 2 and all(type(one) in (str, int) for one in value)):
+        return value if value is None else tuple(value)
+    raise ValueError(f'expected two tokens as texts in quotes, or their ids, like ["yes", "no"], got {shown(value)}')
+
+
+class Pooling(BaseModel):
+    """How prompts become embeddings and scores, where that should differ from what the checkpoint says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    method: Literal["last", "mean", "cls"] | None = None
+    """Which token's state stands for a prompt: its last one's, the mean of all, or its first one's. null: as the checkpoint says, `last` for a
+    generator."""
+
+    normalize: bool | None = None
+    """Give embeddings the length 1. null: as the checkpoint says, true if it says nothing."""
+
+    score_tokens: Annotated[tuple[str | int, str | int] | None, BeforeValidator(_as_score_tokens)] = None
+    """Two tokens, as texts or ids, like `["yes", "no"]`: a generator then scores a prompt by the probability that the first of them follows rather
+    than the second. null: as the checkpoint says."""
+
+    template: Annotated[str, Field(min_length=1)] | None = None
+    """How a pair of texts becomes the prompt to score, with `{query}` and, after it, `{document}`. null: that of Qwen3-Reranker for a generator with
+    score tokens, and the tokenizer's form of a pair for any other model."""
+
+    @field_validator("template")
+    @classmethod
+    def _both_once(cls, value: str | None) -> str | None:
+        if value is not None and [value.count(name) for name in ("{query}", "{document}")] != [1, 1]:
+            raise ValueError(f"expected {{query}} and {{document}}, each once, got {shown(value)}")
+        if value is not None and value.index("{document}") < value.index("{query}"):
+            raise ValueError("expected {query} before {document}, of which a part is cut off if the prompt is too long")
+        return value
+
+
 class EngineConfig(BaseModel):
     """The settings of one engine, with the keys and defaults of `engine.yaml`. Frozen; unknown keys are errors."""
 
@@ -216,6 +263,9 @@ class EngineConfig(BaseModel):
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Seed of everything random, such as the seeds of requests that name none."""
+
+    pooling: Annotated[Pooling, Field(strict=False)] = Pooling()
+    """Embeddings and scores, where they should differ from what the checkpoint says."""
 
     limits: Limits = Limits()
     """Bounds on what one request may ask for."""
@@ -368,6 +418,7 @@ class EngineConfig(BaseModel):
             state_dtype=self.state_dtype,
             max_drafts=0 if self.speculation is None else self.speculation.max_drafts,
             draft_model=None if draft_dir is None else str(draft_dir),
+            pooling=self.pooling.model_dump(exclude_none=True, exclude={"template"}),
         )
 
 
@@ -431,7 +482,7 @@ def _open(value: Any, where: Where) -> Any:
         return {"name": value.name, **value.options}
     if where.path == ("model",) and isinstance(value, str | ModelChoice):
         return {"path": value} if isinstance(value, str) else value.model_dump(exclude_none=True)
-    if isinstance(value, Limits | PluginSelection):
+    if isinstance(value, Limits | Pooling | PluginSelection):
         return value.model_dump(exclude_unset=True)
     if where.path == ("speculation",) and isinstance(value, Speculation | Mapping | None):
         given = {key: getattr(value, key) for key in value.model_fields_set} if isinstance(value, Speculation) else value or {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 from dovetail.checks import plain_integer, shown
 from dovetail.errors import RequestError
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dovetail.request import RequestMetrics
+    from dovetail.request import FinishReason, RequestMetrics
 
 Task = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
@@ -66,7 +66,7 @@ class ScoringOutput:
     score: float
 
 
-Output = TypeVar("Output", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+Output = TypeVar("Output")
 
 
 @dataclass(slots=True)
@@ -79,7 +79,44 @@ class PoolingRequestOutput(Generic[Output]):
     finished: bool = True
     num_cached_tokens: int = 0
     prompt: str | None = None
-    finish_reason: str | None = None  # "stop": it is complete
+    finish_reason: FinishReason | None = None  # "stop": it is complete
     stop_reason: int | str | None = None  # why it failed or was rejected
     metrics: RequestMetrics | None = None
     prompt_index: int = 0  # index of its prompt in the list that `LLM` was given
+
+    @classmethod
+    def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Return the output of a request that pooled one vector, with that as this class has it."""
+        shared = {one.name: getattr(base, one.name) for one in fields(base)}
+        return cls(**{**shared, "outputs": None if base.outputs is None else cls._read(base.outputs.data)})
+
+    @classmethod
+    def _read(cls, data: NDArray[np.float32]) -> Any:
+        return PoolingOutput(data)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The embedding of a prompt."""
+
+    @classmethod
+    def _read(cls, data: NDArray[np.float32]) -> EmbeddingOutput:
+        return EmbeddingOutput(data.tolist())
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """The probabilities of a classifier's labels."""
+
+    @classmethod
+    def _read(cls, data: NDArray[np.float32]) -> ClassificationOutput:
+        return ClassificationOutput(data.tolist())
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The score of a pair of texts."""
+
+    @classmethod
+    def _read(cls, data: NDArray[np.float32]) -> ScoringOutput:
+        return ScoringOutput(float(data[0]))

@@ -154,8 +154,8 @@ def test_unknown_command_names_the_plugins_that_failed(site: Site) -> None:
 
 
 def test_a_command_to_come_points_to_the_roadmap() -> None:
-    done = dovetail("embed", "--port", "80")
-    assert (done.exit_code, done.stderr) == (2, 'error: dovetail embed: not there yet; "Embeddings and scores" is on the roadmap, docs/roadmap.md\n')
+    done = dovetail("moe", "--port", "80")
+    assert (done.exit_code, done.stderr) == (2, 'error: dovetail moe: not there yet; "Mixture of experts" is on the roadmap, docs/roadmap.md\n')
 
 
 def test_one_bad_environment_variable_is_one_clean_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ generation_config: auto
 overlap: true
 cuda_graphs: true
 seed: 0
+pooling: {}
 limits: {}
 scheduler: dovetail:fcfs
 kv_cache: {name: "dovetail:prefix"}

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,14 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
         ),
         (None, {}),
     ],
+    **{
+        name: [
+            (None, {}),
+            ({"pooling_type": "MEAN", "normalize": False}, {"pooling.method": "mean", "pooling.normalize": False}),
+            (SimpleNamespace(seq_pooling_type="CLS", use_activation=None), {"pooling.method": "cls"}),
+        ]
+        for name in ("pooler_config", "override_pooler_config")
+    },
     "disable_log_stats": [(True, {}), (False, {"observers": ["log"]})],
 }
 

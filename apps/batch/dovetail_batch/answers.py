@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
+from dovetail.request import CompletionOutput, TokenLogprobMap
 from dovetail_batch.rows import JobRow
 
 Answer = dict[str, Any]
@@ -27,7 +27,7 @@ FAILED = ("error", "rejected")  # finish reasons of samples without an answer
 SUFFIXES: Mapping[str, str] = MappingProxyType({"jsonl": "jsonl", "parquet": "parquet", "openai": "jsonl"})  # of files, by format
 
 
-def answer_of(row: JobRow, output: RequestOutput) -> Answer:
+def answer_of(row: JobRow, output: Any) -> Answer:
     """Return the answer to a row whose request has finished."""
     for sample in output.outputs:
         if sample.finish_reason in FAILED:

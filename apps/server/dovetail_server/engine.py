@@ -14,7 +14,6 @@ from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.intake import IntakeFacts
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.request import RequestOutput
 from dovetail.sampling_params import SamplingParams
 
 
@@ -81,9 +80,9 @@ class Listener(Protocol):
         """Take the `text` of `tokens` new tokens, which may be empty. Called instead of `on_output` for a request of one sample if only its text has
         changed; never for the first output or the last."""
 
-    def on_output(self, output: RequestOutput) -> None:
-        """Take the deltas since the last call, perhaps of several steps: `text`, `token_ids` and `logprobs` of changed samples. The last output has
-        `finished` set."""
+    def on_output(self, output: Any) -> None:
+        """Take a `RequestOutput` with the deltas since the last call, perhaps of several steps: `text`, `token_ids` and `logprobs` of changed
+        samples. The last output has `finished` set. A request that pools has one output, a `PoolingRequestOutput`."""
 
     def on_error(self, error: DovetailError) -> None:
         """Take the reason why no more output follows, such as the engine's death. Not called after an abort or the last output."""

@@ -16,6 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dovetail.api.executor import HostLogprobs
 from dovetail.engine.finish import Finish, TokenWatcher
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError, describe
@@ -23,10 +26,10 @@ from dovetail.front import request_checks
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake
-from dovetail.front.outputs import OutputBuilder, RequestGroup, by_sample
+from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.request import RequestFields, RequestOutput
+from dovetail.request import RequestFields
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_server.engine import Decisions, Listener, Load
 from dovetail_server.frames import (
@@ -97,6 +100,7 @@ class FrameNews:
     finished: dict[Sample, Finish] = field(default_factory=dict)
     logprobs: list[tuple[Sample, HostLogprobs, int]] = field(default_factory=list)
     prompt_logprobs: list[tuple[Sample, HostLogprobs]] = field(default_factory=list)
+    pooled: list[tuple[Sample, NDArray[np.float32]]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -321,7 +325,7 @@ class RemoteEngine:
             if output.finished or self._open.get(output.request_id) is entry:  # otherwise a listener has just aborted it
                 self._hand_out(entry, output)
 
-    def _hand_out(self, entry: _Open, output: RequestOutput) -> None:
+    def _hand_out(self, entry: _Open, output: EngineOutput) -> None:
         listener = entry.listener
         try:
             listener.on_output(output)

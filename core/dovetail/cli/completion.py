@@ -79,11 +79,11 @@ def params(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 
 def _keys(incomplete: str) -> Iterator[Offer]:
-    from dovetail.config import COMPONENT_KEYS, EngineConfig, Speculation
+    from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
     from dovetail.limits import Limits
 
     yield from ((name, _first_line(field.description)) for name, field in EngineConfig.model_fields.items())
-    for section, model in (("limits", Limits), ("speculation", Speculation)):
+    for section, model in (("limits", Limits), ("pooling", Pooling), ("speculation", Speculation)):
         yield from ((f"{section}.{name}", _first_line(field.description)) for name, field in model.model_fields.items())
     head = incomplete.rpartition(".")[0]
     if head in COMPONENT_KEYS:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -172,7 +172,7 @@ def _add(engine: LLMEngine, prompt: Prompt, **changes: Any) -> None:
 
 def _outputs(engine: LLMEngine) -> Iterator[RequestOutput]:
     while engine.has_unfinished_requests():
-        yield from engine.step()
+        yield from cast("list[RequestOutput]", engine.step())  # none of these requests pools
 
 
 def _stream(engine: LLMEngine, prompt: Prompt) -> bool:

@@ -33,6 +33,7 @@ from dovetail.engine.stats import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
 from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
 from dovetail.front.intake import GenerationDefaults, IntakeFacts, resolve_sampling
+from dovetail.front.pooling import PoolingFacts
 from dovetail.frozen import frozen
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
@@ -81,6 +82,7 @@ class Assembly:
     extra_args_model: type[BaseModel] | None = None  # validates their values
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
+    pooling: PoolingFacts | None = None  # None: it can't pool
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
     grammar: ResolvedComponent | None = None  # the grammar backend, neither imported nor made before a request asks for it
     freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
@@ -162,6 +164,7 @@ class Assembly:
             has_logprobs=self.has_logprobs,
             extra_args=self.extra_args,
             has_masks=self.has_masks,
+            pooling=self.pooling,
         )
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -228,6 +231,7 @@ def assemble(
                 "executor": parts.executor.qualified_name,
                 **{part.spec.kind: part.qualified_name for part in (parts.grammar, parts.drafter) if part is not None},
             },
+            pooling=_pooling_facts(config, capacity, model_dir),
             has_masks=executor.capabilities.masks,
             grammar=parts.grammar,
             freezes=freezes,
@@ -235,6 +239,16 @@ def assemble(
     except BaseException:
         executor.stop()
         raise
+
+
+def _pooling_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) -> PoolingFacts | None:
+    """Return how the engine pools, if it can. Raises `UnsupportedError` if it can't and the config says how."""
+    if capacity.pooling is not None:
+        lengths = capacity.max_model_len, config.max_num_batched_tokens
+        return PoolingFacts.of(capacity.pooling, model_dir, config.pooling.template, *lengths)
+    if wrong := config.pooling.model_fields_set:
+        raise UnsupportedError(f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or use `local` or `tensor`")
+    return None
 
 
 def _find(key: str, name: str, registry: Registry) -> Path:

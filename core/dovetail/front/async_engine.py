@@ -9,13 +9,16 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
+from dovetail.checks import shown
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
+from dovetail.front.outputs import EngineOutput
 from dovetail.front.request_checks import Prompt, is_text
 from dovetail.front.vllm_methods import SaysWhatIsMissing
+from dovetail.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, in_use
 
@@ -35,7 +38,7 @@ class _Consumer:
         self.unread = Unread(partial(notify, self), joins)
         self.aborted = False  # perhaps before the engine has the request: while its text is tokenized
 
-    async def next(self) -> tuple[RequestOutput | None, BaseException | None]:
+    async def next(self) -> tuple[EngineOutput | None, BaseException | None]:
         """Wait for news; return the new outputs coalesced into one, if any, and the exception that ended the request, if it has ended."""
         await self.news.wait()
         self.news.clear()
@@ -92,11 +95,28 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `RequestError` at once for arguments whose order is
         ambiguous, and `EngineDeadError` when the engine fails or is closed before the request has finished.
         """
-        return self._generate(*_in_our_order(args, fields))
+        outputs = self._outputs(*_in_our_order(args, fields))
+        return cast(AsyncGenerator[RequestOutput, None], outputs)  # those of a request that samples
 
-    async def _generate(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: dict[str, Any]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    @overload
+    def encode(
+        self, request_id: str, prompt: Prompt, params: PoolingParams | None = None, **fields: Any
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]: ...
+
+    @overload
+    def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, **fields: Any
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]: ...
+
+    def encode(self, *args: Any, **fields: Any) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Pool one prompt: the iterator yields its one output. Arguments, errors and ends are those of `generate`, with `PoolingParams`."""
+        request_id, prompt, params, fields = _in_our_order(args, fields, "encode")
+        outputs = self._outputs(request_id, prompt, PoolingParams() if params is None else params, fields)
+        return cast(AsyncGenerator[PoolingRequestOutput[PoolingOutput], None], outputs)
+
+    async def _outputs(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, fields: dict[str, Any]
+    ) -> AsyncGenerator[EngineOutput, None]:
         if isinstance(params, SamplingParams):
             in_use(params)
         joins, done = isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA, False
@@ -167,7 +187,9 @@ class AsyncLLMEngine(SaysWhatIsMissing):
 
     # In the engine's thread
 
-    def _add(self, reader: _Consumer, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
+    def _add(
+        self, reader: _Consumer, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None, fields: Mapping[str, Any]
+    ) -> None:
         if reader.aborted:  # a later abort is queued behind this call
             reader.unread.end(Aborted())
             return
@@ -194,32 +216,36 @@ def _wake(readers: list[_Consumer]) -> None:
         reader.news.set()
 
 
-def _in_our_order(args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, Prompt, SamplingParams | None, dict[str, Any]]:
-    """Sort the arguments of `AsyncLLMEngine.generate`, given in either order, into id, prompt, params and the other fields. Raises `RequestError`."""
-    if "sampling_params" in fields:
+def _in_our_order(args: tuple[Any, ...], fields: dict[str, Any], method: str = "generate") -> tuple[str, Prompt, Any, dict[str, Any]]:
+    """Sort the arguments of `AsyncLLMEngine.generate` or `encode`, given in either order, into id, prompt, params and the other fields. Raises
+    `RequestError`, also for parameters of the other method."""
+    kind, theirs = (SamplingParams, "sampling_params") if method == "generate" else (PoolingParams, "pooling_params")
+    if theirs in fields:
         if "params" in fields:
-            raise RequestError("params and sampling_params are the same: give one of them")
-        fields["params"] = fields.pop("sampling_params")
-    names = [name for name in _names(args, fields) if name not in fields]
+            raise RequestError(f"params and {theirs} are the same: give one of them")
+        fields["params"] = fields.pop(theirs)
+    names = [name for name in _names(method, args, fields) if name not in fields]
     if len(args) > len(names):
-        raise RequestError(f"generate() was given {len(args)} arguments by position, and by keyword {', '.join(sorted(fields))}: {_ORDERS}")
+        raise RequestError(f"{method}() was given {len(args)} arguments by position, and by keyword {', '.join(sorted(fields))}: {_ORDERS}")
     given = dict(zip(names, args, strict=False)) | {name: fields.pop(name) for name in ("request_id", "prompt", "params") if name in fields}
     for name in ("request_id", "prompt"):
         if name not in given:
-            raise RequestError(f"generate() lacks {name}: {_ORDERS}")
+            raise RequestError(f"{method}() lacks {name}: {_ORDERS}")
+    if (params := given.get("params")) is not None and not isinstance(params, kind):
+        raise RequestError(f"{method}() takes {kind.__name__}, got {shown(params)}")
     return given["request_id"], given["prompt"], given.get("params"), fields
 
 
-_ORDERS = "it takes (request_id, prompt, params), or in vLLM's order (prompt, sampling_params, request_id)"
+_ORDERS = "it takes (request_id, prompt, params), or in vLLM's order (prompt, sampling_params or pooling_params, request_id)"
 
 
-def _names(args: tuple[Any, ...], fields: Mapping[str, Any]) -> tuple[str, str, str]:
+def _names(method: str, args: tuple[Any, ...], fields: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the names of the positional arguments: vLLM has the parameters second, we have them last."""
     ours, vllms = ("request_id", "prompt", "params"), ("prompt", "params", "request_id")
     if "request_id" in fields or len(args) < 2 or "prompt" in fields:
         return vllms if "request_id" in fields else ours
-    if isinstance(args[1], SamplingParams):
+    if isinstance(args[1], SamplingParams | PoolingParams):
         return vllms
     if args[1] is None or (len(args) > 2 and isinstance(args[2], str)):
-        raise RequestError(f"generate() can't tell the id from the prompt: {_ORDERS}; name them, as in generate(request_id=…, prompt=…)")
+        raise RequestError(f"{method}() can't tell the id from the prompt: {_ORDERS}; name them, as in {method}(request_id=…, prompt=…)")
     return ours

@@ -20,6 +20,8 @@ from typing import Protocol, TypeVar
 
 from dovetail.engine.core import EngineCore
 from dovetail.errors import EngineDeadError
+from dovetail.front.outputs import EngineOutput
+from dovetail.pooling import PoolingRequestOutput
 from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
 
 logger = logging.getLogger("dovetail")
@@ -34,7 +36,7 @@ class DrivenEngine(Protocol):
     @property
     def core(self) -> EngineCore: ...
 
-    def compute(self) -> list[RequestOutput]: ...
+    def compute(self) -> list[EngineOutput]: ...
 
     def abort_request(self, request_id: str) -> None: ...
 
@@ -91,7 +93,7 @@ class EngineThread:
             return function()
         return result.result()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Return the waiting outputs of requests without a reader; run a step first if there are none."""
         if not (outputs := self._take_unclaimed()):
             self.call(self._step)
@@ -181,13 +183,13 @@ class EngineThread:
             if (unread := self._readers.get(output.request_id)) is None:
                 with self._door:
                     self._unclaimed.setdefault(output.request_id, Unread(lambda: None, engine.returns_deltas(output.request_id))).put(output)
-            elif not dead or all(sample.finish_reason != "error" for sample in output.outputs):  # else its reader gets the reason as an error
+            elif not dead or not _failed(output):  # else its reader gets the reason as an error
                 if output.finished:
                     del self._readers[output.request_id]
                 unread.put(output)
         self._flush()
 
-    def _take_unclaimed(self) -> list[RequestOutput]:
+    def _take_unclaimed(self) -> list[EngineOutput]:
         with self._door:
             waiting, self._unclaimed = self._unclaimed, {}
         return [output for unread in waiting.values() if (output := unread.take()[0]) is not None]
@@ -198,6 +200,12 @@ class EngineThread:
         if self._readers.get(request_id) is unread and engine is not None:
             del self._readers[request_id]
             engine.abort_request(request_id)
+
+
+def _failed(output: EngineOutput) -> bool:
+    if isinstance(output, PoolingRequestOutput):
+        return output.finish_reason == "error"
+    return any(sample.finish_reason == "error" for sample in output.outputs)
 
 
 def _copy(error: EngineDeadError) -> EngineDeadError:
@@ -217,14 +225,14 @@ class Unread:
         self.joins = joins
         self._notify = notify
         self._lock = threading.Lock()
-        self._output: RequestOutput | None = None  # the newest
+        self._output: EngineOutput | None = None  # the newest
         self._deltas: dict[int, _Deltas] | None = None  # by sample: all that wait, `_output` included; None while that is the only one
         self._notified = False
         self._end: BaseException | None = None
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: EngineOutput) -> None:
         with self._lock:
-            if self.joins and self._output is not None:
+            if self.joins and isinstance(output, RequestOutput) and isinstance(self._output, RequestOutput):
                 if self._deltas is None:
                     self._deltas = {}
                     _append(self._deltas, self._output.outputs)
@@ -242,12 +250,12 @@ class Unread:
         if not notified:
             self._notify()
 
-    def take(self) -> tuple[RequestOutput | None, BaseException | None]:
+    def take(self) -> tuple[EngineOutput | None, BaseException | None]:
         """Return the output that waits, if any, and the exception that ended the request, if it has ended."""
         with self._lock:
             output, deltas, self._output, self._deltas, self._notified = self._output, self._deltas, None, None, False
             end = self._end
-        if output is not None and deltas is not None:
+        if isinstance(output, RequestOutput) and deltas is not None:
             output = replace(output, outputs=[deltas[index].joined() for index in sorted(deltas)])
         return output, end
 

@@ -10,10 +10,12 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.api.executor import RowPooling
 from dovetail.api.sampler import RowSampling
 from dovetail.checks import plain_text, shown
 from dovetail.engine.constraint import Constraint
@@ -23,10 +25,12 @@ from dovetail.engine.siblings import make_siblings
 from dovetail.errors import ModelLoadError, RequestError
 from dovetail.front import request_checks
 from dovetail.front.detokenizer import IncrementalText, StopStrings
+from dovetail.front.pooling import PoolingFacts, PoolingIntake
 from dovetail.front.request_checks import Prompt, as_ids, as_sequence, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.json_files import read_json_object
 from dovetail.limits import Limits
+from dovetail.pooling import PoolingParams
 from dovetail.request import RequestFields, token_array
 from dovetail.sampling_params import SamplingParams, changed_unchecked, in_use
 
@@ -139,6 +143,7 @@ class IntakeFacts:
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     has_masks: bool = False
+    pooling: PoolingFacts | None = None  # None: it can't pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,8 @@ class CheckedRequest:
     params: SamplingParams  # with `min_tokens` cut to the room that there is
     max_tokens: int  # with the room that the model's length leaves
     fields: RequestFields
+    pooling: RowPooling | None = None  # what it pools, if it does; `params` are then those of the core
+    indivisible: bool = False  # its prompt is computed in one step
 
 
 class Intake:
@@ -164,8 +171,19 @@ class Intake:
         self._seeds = seeds
         self._warned = False  # of a second BOS
 
+    @cached_property
+    def pooling(self) -> PoolingIntake:
+        """The part for requests that pool. Raises `RequestError` if the engine can't."""
+        if self.facts.pooling is None:
+            raise RequestError(f"executor {self.facts.executor} can't pool: it generates only; embeddings and scores need `local` or `tensor`")
+
+        def tokenized(texts: Sequence[str]) -> list[TokenizedText]:
+            return [prompt for prompt in self.all_tokenized(texts) if isinstance(prompt, TokenizedText)]  # as all of them are
+
+        return PoolingIntake(self.facts.pooling, tokenized, self._tokenizer)
+
     def check(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, fields: RequestFields, extra: Mapping[str, Any] | None
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, fields: RequestFields, extra: Mapping[str, Any] | None
     ) -> CheckedRequest:
         """Validate a request, but for the content of `extra`. Raises `RequestError`, and `ModelLoadError` if it needs a tokenizer and the model has
         none."""
@@ -174,10 +192,22 @@ class Intake:
         for name, value in (("request_id", plain_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
             if value is not None:
                 request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
-        in_use(params)
-        text, token_ids, prompt_array = self._read_prompt(prompt, params)
-        self._check_params(params)
         request_checks.check_extra(extra, self.facts.limits)
+        if isinstance(params, PoolingParams):
+            return self._checked_pooling(plain_id, prompt, params, fields)
+        in_use(params)
+        if (can := self.facts.pooling) is not None and not can.capacity.generates:
+            raise RequestError(f"this model can't generate: {can.calls}")
+        text, given = self._read_prompt(prompt)
+        room = self.facts.max_model_len - 1
+        if params.truncate_prompt_tokens is not None:
+            given = given[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
+        if len(given) > room:
+            raise RequestError(
+                f"the prompt has {len(given)} tokens; with max_model_len {self.facts.max_model_len} at most {room} leave room for one to generate"
+            )
+        token_ids, prompt_array = self._checked_ids(given)
+        self._check_params(params)
         room = self.facts.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for
@@ -233,19 +263,31 @@ class Intake:
             "Leave it out of the text; for conversations use chat(), which adds none"
         )
 
-    def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
-        """Return the prompt's text, if it is one, and its token ids, as a tuple and as an array."""
+    def _checked_pooling(self, request_id: str, prompt: Prompt, params: PoolingParams, fields: RequestFields) -> CheckedRequest:
+        can = self.pooling.facts
+        pooling = can.row_pooling(params)
+        text, given = self._read_prompt(prompt)
+        given = self.pooling.cut(given, params)
+        if len(given) > can.max_tokens:
+            cut = "" if params.truncate_prompt_tokens else "; truncate_prompt_tokens=-1 cuts it"
+            raise RequestError(f"the prompt has {len(given)} tokens, and at most {can.max_tokens} fit ({can.limit}){cut}")
+        token_ids, prompt_array = self._checked_ids(given)
+        if isinstance(prompt, TokenizedText) and prompt.second is not None:
+            pooling = dataclasses.replace(pooling, second=prompt.second)
+        core = can.core_params(pooling)
+        return CheckedRequest(request_id, text, token_ids, prompt_array, core, 1, fields, pooling, can.capacity.indivisible)
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[Any]]:
+        """Return the prompt's text, if it is one, and its tokens, which may be anything if it is none."""
         prompt = self.tokenized(prompt)
-        text, given = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, as_sequence(content_of(prompt)))
-        room = self.facts.max_model_len - 1
-        if params.truncate_prompt_tokens is not None:
-            given = given[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
+        if isinstance(prompt, TokenizedText):
+            return prompt.text, prompt.token_ids
+        return None, as_sequence(content_of(prompt))
+
+    def _checked_ids(self, given: Sequence[Any]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
+        """Return the token ids of a prompt, as a tuple and as an array."""
         if not given:
             raise RequestError("the prompt is empty: it needs at least one token")
-        if len(given) > room:
-            raise RequestError(
-                f"the prompt has {len(given)} tokens; with max_model_len {self.facts.max_model_len} at most {room} leave room for one to generate"
-            )
         token_ids = as_ids(given)
         vocab_size = self.facts.vocab_size
         try:
@@ -255,7 +297,7 @@ class Intake:
             wrong = [max(token_ids, key=abs)]
         if wrong:
             raise RequestError(f"prompt token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
-        return text, token_ids, numbers
+        return token_ids, numbers
 
     def _check_params(self, params: SamplingParams) -> None:
         request_checks.check_params(params, self.facts.limits)
@@ -301,7 +343,9 @@ def make_samples(
             request.prompt_array,
             params if params.n == 1 else _params_of_sample(params, index),
             max_tokens=request.max_tokens,
-            sampling=sampling if index == 0 else _sampling_of_sample(sampling, index),
+            sampling=None if request.pooling is not None else sampling if index == 0 else _sampling_of_sample(sampling, index),
+            pooling=request.pooling,
+            indivisible=request.indivisible,
             stop_ids=sampling.stop_token_ids,
             watchers=() if watcher is None else (watcher,),
             constraint=constraint,

@@ -1,16 +1,18 @@
-"""`LLM`: offline generation for lists of prompts."""
+"""`LLM`: offline generation, embeddings and scores, for lists of prompts."""
 
 from __future__ import annotations
 
 import gc
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from tqdm.auto import tqdm  # in a notebook a widget
 
@@ -22,11 +24,26 @@ from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine
-from dovetail.front.request_checks import Prompt
+from dovetail.front.outputs import EngineOutput
+from dovetail.front.pooling import ScorePlan, paired
+from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.front.vllm_methods import SaysWhatIsMissing
+from dovetail.pooling import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    Task,
+)
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams, changed_unchecked
+
+O = TypeVar("O", bound=EngineOutput, covariant=True)  # noqa: E741
+P = TypeVar("P", SamplingParams, PoolingParams)
 
 
 class LLM(SaysWhatIsMissing):
@@ -66,15 +83,11 @@ class LLM(SaysWhatIsMissing):
         if others:
             check_call("generate", others)
         prompts = _as_list(prompts)
-        params = _one_each(sampling_params, len(prompts), OutputKind.FINAL)
+        params = _sampling_of_each(sampling_params, len(prompts), OutputKind.FINAL)
         fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens)
-        collect = gc.enable if gc.isenabled() else lambda: None  # a collection would free nothing while the device waits
-        gc.disable()
-        try:
-            with OutputStream(self.engine, "generate", self.engine.all_tokenized(prompts), params, fields, begun=collect) as stream:
-                return self._collected(stream, len(prompts), use_tqdm)
-        finally:
-            collect()
+        with _no_collection() as begun:
+            stream = OutputStream[RequestOutput](self.engine, "generate", self.engine.all_tokenized(prompts), params, fields, begun)
+            return self._collected(stream, len(prompts), use_tqdm)
 
     def stream(
         self,
@@ -83,13 +96,13 @@ class LLM(SaysWhatIsMissing):
         *,
         extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         predicted_tokens: int | Sequence[int | None] | None = None,
-    ) -> OutputStream:
+    ) -> OutputStream[RequestOutput]:
         """Generate like `generate`, but return an iterator of deltas: each output holds what is new for the prompt at its `prompt_index`.
 
         Raises `RequestError` at once if a prompt is invalid. Closing the iterator, or leaving its `with` block, aborts unfinished requests.
         """
         prompts = _as_list(prompts)
-        params = _one_each(sampling_params, len(prompts), OutputKind.DELTA)
+        params = _sampling_of_each(sampling_params, len(prompts), OutputKind.DELTA)
         fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens)
         return OutputStream(self.engine, "stream", self.engine.all_tokenized(prompts), params, fields)
 
@@ -144,6 +157,113 @@ class LLM(SaysWhatIsMissing):
         with tqdm(total=len(prompts), desc="prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
             return beam_search(self.engine, generate, prompts, params, concurrency_limit, bar.update)
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_task: Task | None = None,
+        prompt_name: str | None = None,
+        **others: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool the states of one prompt or a list, each text or token ids, with one `PoolingParams` for all or one for each.
+
+        `truncate_prompt_tokens` and `pooling_task` are the parameters of these names (`task`) for all prompts. `prompt_name`: the prompt stored in
+        the checkpoint to put before each text; None: its default one, for embeddings, if it has one. Returns an output for each prompt, in order,
+        whose `outputs.data` is what was pooled as an array. Raises and ends as `generate` does.
+        """
+        if others:
+            check_call("encode", others, PoolingParams)
+        prompts = _as_list(prompts)
+        changes = {"truncate_prompt_tokens": truncate_prompt_tokens, "task": pooling_task}
+        params = [_with(one, changes) for one in _one_each(pooling_params, len(prompts), PoolingParams, "pooling_params")]
+        prompts = self._prompted(prompts, params, prompt_name)
+        with _no_collection() as begun:
+            stream = OutputStream[PoolingRequestOutput[PoolingOutput]](
+                self.engine, "encode", self.engine.all_tokenized(prompts), params, [{}] * len(prompts), begun
+            )
+            return self._collected(stream, len(prompts), use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompt_name: str | None = None,
+        **others: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt: `outputs.embedding`, a list of floats. Arguments as those of `encode`."""
+        if others:
+            check_call("embed", others, PoolingParams)
+        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm, "prompt_name": prompt_name}
+        return [EmbeddingRequestOutput.from_base(one) for one in self.encode(prompts, pooling_params, pooling_task="embed", **given)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **others: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of a classifier's labels for each prompt: `outputs.probs`. Arguments as those of `encode`."""
+        if others:
+            check_call("classify", others, PoolingParams)
+        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        return [ClassificationRequestOutput.from_base(one) for one in self.encode(prompts, pooling_params, pooling_task="classify", **given)]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        template: str | None = None,
+        chat_template: str | None = None,
+        **others: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Return a score, `outputs.score`, for a query and each of several documents, or for each of several queries and its document.
+
+        A model that scores pairs gets a pair as its tokenizer has it, or in the `template`, a text with {query} and {document}; by default that of
+        the config. Of an embedding model the score is the cosine of both embeddings, made with the prompts that the checkpoint stores for queries
+        and documents. Raises and ends as `generate` does.
+        """
+        if others:
+            check_call("score", others, PoolingParams)
+        if chat_template is not None:
+            raise RequestError("score(): chat_template: it takes a `template` instead, a text with {query} and, after it, {document}")
+        if not isinstance(pooling_params, PoolingParams | None):
+            raise RequestError(f"pooling_params must be PoolingParams, got {shown(pooling_params)}")
+        pairs = paired(data_1, data_2)
+        params = _with(pooling_params or PoolingParams(), {"truncate_prompt_tokens": truncate_prompt_tokens})
+        plan = self.engine.pooling.plan_scores(pairs, params, template)
+        with _no_collection() as begun:
+            stream = OutputStream[PoolingRequestOutput[PoolingOutput]](
+                self.engine, "score", plan.prompts, [plan.params] * len(plan.prompts), [{}] * len(plan.prompts), begun
+            )
+            outputs = self._collected(stream, len(plan.prompts), use_tqdm)
+        return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
+
+    def _prompted(self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None) -> list[Prompt]:
+        """Put stored prompts before texts to be embedded."""
+        made = list(prompts)
+        pooling = self.engine.pooling
+        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            if isinstance(text := content_of(prompt), str):
+                embeds = pooling.facts.row_pooling(one).task.endswith("embed")
+                [made[place]] = pooling.prompted([text], name) if embeds or name is not None else [text]
+            elif name is not None:
+                raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
+        return made
+
     @cached_property
     def _chat(self) -> ChatFrontEnd:
         return ChatFrontEnd(self.engine.tokenizer, self.engine.config.limits, self.engine.capacity.max_model_len)
@@ -181,10 +301,10 @@ class LLM(SaysWhatIsMissing):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _collected(self, stream: OutputStream, count: int, use_tqdm: bool) -> list[RequestOutput]:
+    def _collected(self, stream: OutputStream[O], count: int, use_tqdm: bool) -> list[O]:
         """Wait until all have finished."""
-        outputs: dict[int, RequestOutput] = {}
-        with tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        outputs: dict[int, O] = {}
+        with stream, tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
             speed = _Speed(self.engine)
             for output in stream:
                 outputs[output.prompt_index] = output
@@ -193,7 +313,7 @@ class LLM(SaysWhatIsMissing):
         return [outputs[place] for place in range(count)]
 
 
-class OutputStream:
+class OutputStream(Generic[O]):
     """An iterator of outputs, and a context that ends with `close`. One thread reads it. The engine doesn't wait for the reader: deltas that it
     hasn't read are joined, for each prompt."""
 
@@ -202,7 +322,7 @@ class OutputStream:
         engine: LLMEngine,
         name: str,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        params: Sequence[SamplingParams] | Sequence[PoolingParams],
         fields: Sequence[Mapping[str, Any]],
         begun: Callable[[], None] = lambda: None,
     ) -> None:
@@ -212,7 +332,7 @@ class OutputStream:
         self._ready: SimpleQueue[str] = SimpleQueue()  # ids of requests whose `Unread` has something
         prefix = f"{name}-{secrets.token_hex(4)}"
         self._readers = {  # of unfinished requests, by id, in the order of the prompts
-            (id := f"{prefix}-{place}"): Unread(partial(self._ready.put, id), joins=one.output_kind is OutputKind.DELTA)
+            (id := f"{prefix}-{place}"): Unread(partial(self._ready.put, id), joins=getattr(one, "output_kind", None) is OutputKind.DELTA)
             for place, one in enumerate(params)
         }
         readers = dict(self._readers)
@@ -229,10 +349,10 @@ class OutputStream:
             self.close()
             raise
 
-    def __iter__(self) -> OutputStream:
+    def __iter__(self) -> OutputStream[O]:
         return self
 
-    def __next__(self) -> RequestOutput:
+    def __next__(self) -> O:
         """Wait for the next output. Raises `EngineDeadError` if the engine has failed or was closed, `RequestError` if another caller aborted a
         request, and Ctrl-C; the stream is closed then."""
         try:
@@ -245,7 +365,7 @@ class OutputStream:
                         del self._readers[request_id]
                     elif end is not None:
                         self._ready.put(request_id)  # the next call raises it
-                    return output
+                    return cast(O, output)  # that of a request with such parameters
                 if isinstance(end, Aborted):
                     raise RequestError("a request of this call was aborted by another caller")
                 if end is not None:
@@ -261,7 +381,7 @@ class OutputStream:
         for request_id, unread in readers.items():
             self._thread.abandon(request_id, unread)
 
-    def __enter__(self) -> OutputStream:
+    def __enter__(self) -> OutputStream[O]:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -296,15 +416,61 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return [prompts] if prompts and is_integer(prompts[0]) else prompts
 
 
-def _one_each(params: Any, count: int, kind: OutputKind) -> list[SamplingParams]:
-    """Return the parameters of each of `count` prompts, with outputs of that kind. Raises `RequestError`."""
-    if params is None or isinstance(params, SamplingParams):
-        return [changed_unchecked(params or SamplingParams(), output_kind=kind)] * count
-    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise RequestError(f"sampling_params must be SamplingParams, or a list with one for each prompt, got {shown(params)}")
+@contextmanager
+def _no_collection() -> Iterator[Callable[[], None]]:
+    """Pause Python's garbage collector until the function that is yielded is called, or the block ends: it would free nothing while the device
+    waits."""
+    collect = gc.enable if gc.isenabled() else lambda: None
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        collect()
+
+
+def _one_each(params: Any, count: int, kind: type[P], name: str) -> list[P]:
+    """Return the parameters of each of `count` prompts, which are of that class. Raises `RequestError`."""
+    if params is None or isinstance(params, kind):
+        return [params or kind()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, kind) for one in params):
+        raise RequestError(f"{name} must be {kind.__name__}, or a list with one for each prompt, got {shown(params)}")
     if len(params) != count:
-        raise RequestError(f"sampling_params must be one or one for each prompt: got {len(params)} for {count} prompts")
-    return [changed_unchecked(one, output_kind=kind) for one in params]
+        raise RequestError(f"{name} must be one or one for each prompt: got {len(params)} for {count} prompts")
+    return list(params)
+
+
+def _sampling_of_each(params: Any, count: int, kind: OutputKind) -> list[SamplingParams]:
+    """Do as `_one_each`, with outputs of that kind."""
+    each = _one_each(params, count, SamplingParams, "sampling_params")
+    if each and all(one is each[0] for one in each):
+        return [changed_unchecked(each[0], output_kind=kind)] * count
+    return [changed_unchecked(one, output_kind=kind) for one in each]
+
+
+def _with(params: PoolingParams, changes: Mapping[str, Any]) -> PoolingParams:
+    """Return parameters with those changes that aren't None. Raises `RequestError` for one that says otherwise."""
+    for name, value in changes.items():
+        before = getattr(params, name)
+        if value is not None and before not in (None, value):
+            raise RequestError(f"{name}: the call says {shown(value)}, and its PoolingParams {shown(before)}")
+    wanted = {name: value for name, value in changes.items() if value is not None}
+    return replace(params, **wanted) if wanted else params
+
+
+def _score_of(pair: int, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], plan: ScorePlan) -> ScoringRequestOutput:
+    """Return the score of a pair of texts, with the ids, tokens and metrics of what was computed for it."""
+    mine = [outputs[place] for place in plan.of_pair(pair)]
+    failed = next((one for one in mine if one.outputs is None), None)
+    return ScoringRequestOutput(
+        "_".join(one.request_id for one in mine),
+        None if failed is not None else ScoringOutput(plan.score([one.outputs.data for one in mine if one.outputs is not None])),
+        [token for one in mine for token in one.prompt_token_ids],
+        num_cached_tokens=sum(one.num_cached_tokens for one in mine),
+        finish_reason=(failed or mine[-1]).finish_reason,
+        stop_reason=(failed or mine[-1]).stop_reason,
+        metrics=mine[-1].metrics,
+        prompt_index=pair,
+    )
 
 
 def _fields_of_each(count: int, **given: Any) -> list[dict[str, Any]]:

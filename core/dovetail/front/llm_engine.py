@@ -21,11 +21,13 @@ from dovetail.front import engine_info, request_checks
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
 from dovetail.front.intake import Intake, make_samples
-from dovetail.front.outputs import OutputBuilder, RequestGroup
+from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup
+from dovetail.front.pooling import PoolingIntake
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.front.vllm_methods import SaysWhatIsMissing
-from dovetail.request import RequestFields, RequestOutput
+from dovetail.pooling import PoolingParams
+from dovetail.request import RequestFields
 from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -135,7 +137,7 @@ class LLMEngine(SaysWhatIsMissing):
         return self._thread
 
     @exclusive
-    def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams, Mapping[str, Any]]]) -> None:
+    def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams | PoolingParams, Mapping[str, Any]]]) -> None:
         """Add all requests (id, prompt, params, other arguments of `add_request` by name), or none. They are exempt from `limits.max_waiting`. Raises
         as `add_request`."""
         ids: list[str] = []
@@ -156,7 +158,7 @@ class LLMEngine(SaysWhatIsMissing):
         /,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         priority: int = 0,
         client: str | None = None,
@@ -168,8 +170,9 @@ class LLMEngine(SaysWhatIsMissing):
         tbt_s: float | None = None,
         **others: Any,
     ) -> None:
-        """Add a request. Raises, without side effects, `RequestError` if it is invalid, `ModelLoadError` if it needs a tokenizer and the model has
-        none, `EngineDeadError` if the engine has failed or was closed.
+        """Add a request, which generates, or with `PoolingParams` ends with its prompt and a `PoolingRequestOutput`. Raises, without side effects,
+        `RequestError` if it is invalid, `ModelLoadError` if it needs a tokenizer and the model has none, `EngineDeadError` if the engine has failed
+        or was closed.
 
         `arrival_time`, `deadline` (of the last token) and `ttft_deadline` (of the first) are seconds on the engine's clock (`engine.now()`), from
         -1e9 to 1e9; `tbt_s` is the largest acceptable time between two tokens. How they are used is up to the policy, which sees the request only
@@ -182,8 +185,8 @@ class LLMEngine(SaysWhatIsMissing):
 
             check_call("add_request", others)
         params = params if params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        if not isinstance(params, SamplingParams | PoolingParams):
+            raise RequestError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
         request_checks.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
         fields = RequestFields(
             arrival_time=arrival_time,
@@ -197,10 +200,12 @@ class LLMEngine(SaysWhatIsMissing):
         )
         self._add(request_id, prompt, params, fields, extra)
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, fields: RequestFields, extra: Mapping[str, Any] | None) -> None:
+    def _add(
+        self, request_id: str, prompt: Prompt, given: SamplingParams | PoolingParams, fields: RequestFields, extra: Mapping[str, Any] | None
+    ) -> None:
         self._check_open()
-        checked = self._intake.check(request_id, prompt, params, fields, extra)
-        request_id, params = checked.request_id, checked.params
+        checked = self._intake.check(request_id, prompt, given, fields, extra)
+        request_id, params, pools = checked.request_id, checked.params, checked.pooling is not None
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
         extras = self._assembly.check_extra(extra)
@@ -210,7 +215,7 @@ class LLMEngine(SaysWhatIsMissing):
         constraints = self.constraints_of(params)
         watchers = [text if params.stop else None for text in texts]
         samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints)
-        self._groups[request_id] = group = RequestGroup(request_id, checked.text, checked.token_ids, params, samples)
+        self._groups[request_id] = group = RequestGroup(request_id, checked.text, checked.token_ids, params, samples, pools=pools)
         group.metrics.arrival_time = came
         self._builder.expect(group, texts)
         try:
@@ -228,6 +233,11 @@ class LLMEngine(SaysWhatIsMissing):
     def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Do as `tokenized` with each; batching takes a fraction of the time."""
         return self._intake.all_tokenized(prompts)
+
+    @property
+    def pooling(self) -> PoolingIntake:
+        """What makes prompts for requests that pool. Raises `RequestError` if the engine can't."""
+        return self._intake.pooling
 
     @exclusive
     def checked_prompts(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[tuple[int, ...]]:
@@ -254,7 +264,7 @@ class LLMEngine(SaysWhatIsMissing):
                 if self.core.dead is None:  # or its other samples are still to be delivered, as failed
                     self._forget(group)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineOutput]:
         """Run a step, and return the new outputs, if any. Waits for the device, or for the next arrival.
 
         For `llm.llm_engine`, of an `LLM`: return the outputs of requests added by `add_request` only. A call of the `LLM` in another thread computes
@@ -355,7 +365,7 @@ class LLMEngine(SaysWhatIsMissing):
 
     # Steps
 
-    def compute(self) -> list[RequestOutput]:
+    def compute(self) -> list[EngineOutput]:
         """Run a step in this thread, as `step` does."""
         if self._closed:
             raise EngineDeadError("the engine was closed")

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dovetail.engine.finish import Finish
 from dovetail.front.logprobs import LogprobLog, TokenLogprobs, TokenTexts
+from dovetail.pooling import PoolingOutput, PoolingRequestOutput
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from dovetail.api.executor import HostLogprobs
     from dovetail.front.detokenizer import IncrementalText
     from dovetail.front.tokenizer import Tokenizer
@@ -63,17 +67,33 @@ class News(Protocol):
     @property
     def prompt_logprobs(self) -> Sequence[tuple[SampleState, HostLogprobs]]: ...
 
+    @property
+    def pooled(self) -> Sequence[tuple[SampleState, NDArray[np.float32]]]: ...
+
+
+EngineOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
+
 
 class RequestGroup(Generic[S]):
     """One user request: its samples, and what the outputs of all have in common."""
 
-    __slots__ = ("kind", "metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
+    __slots__ = ("kind", "metrics", "params", "pools", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, samples: Sequence[S]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        samples: Sequence[S],
+        *,
+        pools: bool = False,
+    ) -> None:
         self.request_id = request_id
         self.prompt = prompt  # its text, if it was one
         self.prompt_token_ids = prompt_token_ids
         self.params = params  # as the user gave them: `params.n` samples
+        self.pools = pools  # its output is a `PoolingRequestOutput`
         self.kind = OutputKind(params.output_kind)
         self.samples = samples
         self.metrics = RequestMetrics(samples[0].arrival_time)
@@ -92,7 +112,7 @@ class RequestGroup(Generic[S]):
 class SampleOutput:
     """One sample's text and log-probabilities so far."""
 
-    __slots__ = ("finish", "group", "index", "logprobs", "plain", "request", "sent_tokens", "text", "unread", "watches")
+    __slots__ = ("finish", "group", "index", "logprobs", "plain", "pooled", "request", "sent_tokens", "text", "unread", "watches")
 
     def __init__(self, group: RequestGroup[Any], index: int, text: IncrementalText | None, texts: TokenTexts) -> None:
         params = group.params
@@ -103,6 +123,7 @@ class SampleOutput:
         self.watches = text is not None and bool(params.stop)  # the engine shows its tokens to the text before they come here
         self.unread: list[int] = []  # tokens that aren't part of the text yet
         self.finish: Finish | None = None
+        self.pooled: NDArray[np.float32] | None = None  # its result, if it pools
         self.logprobs = None if params.logprobs is None else LogprobLog(params.logprobs, texts)
         self.sent_tokens = 0  # of its tokens, already part of a delta
         # Nothing but tokens to report, one by one or at the end: the quick way.
@@ -178,15 +199,17 @@ class OutputBuilder:
         groups = {self._samples[request].group for request in delivery.finished}
         return {group for group in groups if self._has_finished(group)}
 
-    def build(self, delivery: News, now: float) -> list[RequestOutput]:
+    def build(self, delivery: News, now: float) -> list[EngineOutput]:
         """In the order in which requests first appear in the delivery."""
-        outputs: list[RequestOutput] = []
+        outputs: list[EngineOutput] = []
         samples, finished, changed = self._samples, delivery.finished, dict[RequestGroup[Any], list[SampleOutput]]()
         for request, hosts in delivery.prompt_logprobs:
             self._add_prompt_logprobs(samples[request].group, hosts)
         for request, hosts, position in delivery.logprobs:
             if (log := samples[request].logprobs) is not None:
                 log.add(hosts, position)
+        for request, data in delivery.pooled:
+            samples[request].pooled = data
         for request, tokens in by_sample(delivery.requests, delivery.token_ids):
             sample = samples[request]
             if sample.plain and request not in finished:
@@ -206,7 +229,7 @@ class OutputBuilder:
             if sample not in fresh:
                 fresh.append(sample)
         for group, fresh in changed.items():
-            output = self._output(group, fresh)
+            output = self._pooled(group, fresh[0]) if group.pools else self._output(group, fresh)
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -230,6 +253,20 @@ class OutputBuilder:
             group.prompt_logprobs,
             group.samples[0].cached_tokens,
             group.metrics,
+        )
+
+    def _pooled(self, group: RequestGroup[Any], sample: SampleOutput) -> EngineOutput:
+        group.update_metrics()
+        finish, data = sample.finish, sample.pooled
+        return PoolingRequestOutput(
+            group.request_id,
+            None if data is None else PoolingOutput(data),
+            group.prompt_token_ids,
+            num_cached_tokens=group.samples[0].cached_tokens,
+            prompt=group.prompt,
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else None,
+            metrics=group.metrics,
         )
 
     def _plain_delta(self, sample: SampleOutput, tokens: Sequence[int]) -> RequestOutput:

@@ -21,6 +21,7 @@ class TokenizedText:
 
     text: str
     token_ids: Sequence[int]
+    second: int | None = None  # of a pair of texts: see `dovetail.api.executor.RowPooling`
 
 
 class Tokenizer:
@@ -98,13 +99,43 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
         """Encode each text like `encode`; on all cores, unless the tokenizer is written in Python."""
         for text in texts:
-            if error := unicode_error(text):
-                raise RequestError(f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}")
+            _check_unicode(text)
         if not texts:
             return []  # transformers can't
         encoded = self._tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
+        """Encode each pair of texts as the model expects it, cut to `most` tokens: of the longer text as many as needed. Raises `RequestError` for
+        text that isn't Unicode, and if that is impossible."""
+        for pair in pairs:
+            for text in pair:
+                _check_unicode(text)
+        firsts, seconds = map(list, zip(*pairs, strict=True))
+        cut = {"truncation": "longest_first", "max_length": most} if most is not None else {}
+        try:
+            encoded = self._tokenizer(firsts, seconds, return_token_type_ids=True, return_attention_mask=False, verbose=False, **cut)
+        except Exception as error:  # the tokenizers library raises whatever it likes
+            raise RequestError(f"truncate_prompt_tokens: a pair of texts can't be cut to {most} tokens: {error}") from None
+        return [
+            TokenizedText("\n".join(pair), ids, types.index(1) if 1 in types else None)
+            for pair, ids, types in zip(pairs, encoded["input_ids"], encoded["token_type_ids"], strict=True)
+        ]
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the model expects before a text, and after it."""
+        whole, inner = self.encode("a"), self.encode("a", special_tokens=False)
+        for start in range(len(whole) - len(inner) + 1):
+            if whole[start : start + len(inner)] == inner:
+                return whole[:start], whole[start + len(inner) :]
+        return [], []
+
+    @property
+    def truncates_left(self) -> bool:
+        """True if texts that are too long lose their beginning rather than their end."""
+        return getattr(self._tokenizer, "truncation_side", "right") == "left"
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Unknown ids are left out."""
@@ -113,6 +144,11 @@ class Tokenizer:
         else:
             text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return text
+
+
+def _check_unicode(text: str) -> None:
+    if error := unicode_error(text):
+        raise RequestError(f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}")
 
 
 def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:

@@ -17,6 +17,7 @@ from dovetail.checks import as_number, did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, RequestError
 from dovetail.front.vllm_speculation import speculation_of
+from dovetail.pooling import PoolingParams
 from dovetail.roadmap import planned
 from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
 
@@ -85,17 +86,19 @@ def is_given(key: str, overrides: Mapping[str, Any]) -> bool:
     return option in around if isinstance(around, Mapping) else option == "name" and around is not None
 
 
-def check_call(method: str, others: Mapping[str, Any]) -> None:
-    """Arguments of vLLM's methods that ours haven't: None asks for nothing. Raises `RequestError` for any other value and any other name."""
+def check_call(method: str, others: Mapping[str, Any], kind: type[SamplingParams | PoolingParams] = SamplingParams) -> None:
+    """Arguments of vLLM's methods that ours haven't: None asks for nothing. Raises `RequestError` for any other value and any other name. `kind`: of
+    the call's parameters."""
     for name, value in others.items():
         if name not in CALL_TABLE:
-            hint = f"it is a field of SamplingParams: sampling_params=SamplingParams({name}=…)" if name in _SAMPLING else "there is no such argument"
+            known = name in {field.name for field in fields(kind)}
+            given = "sampling_params" if kind is SamplingParams else "pooling_params"
+            hint = f"it is a field of {kind.__name__}: {given}={kind.__name__}({name}=…)" if known else "there is no such argument"
             raise RequestError(f"{method}(): {name[:80]}: {hint}")
         if value is not None:
             raise RequestError(f"{method}(): {name}={shown(value)}: {CALL_TABLE[name]}")
 
 
-_SAMPLING = {field.name for field in fields(SamplingParams)}
 SECRETS = {"hf_token"}  # arguments whose values are never shown
 _told: set[str] = set()  # names of arguments: one line each is enough
 
@@ -198,9 +201,34 @@ def _speculation(name: str) -> Argument:
     return Argument(name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused)
 
 
+def _pooler(name: str) -> Argument:
+    """vLLM's settings of pooling, as a mapping or an object of its class."""
+
+    def becomes(value: Any) -> Mapping[str, Any] | None:
+        given = value if isinstance(value, Mapping) else getattr(value, "__dict__", None) if value is not None else {}
+        if given is None:
+            return None
+        instead: dict[str, Any] = {}
+        for field, wanted in given.items():
+            if wanted is None or (wanted is False and field == "enable_chunked_processing"):
+                continue
+            if field in ("pooling_type", "seq_pooling_type") and wanted in ("LAST", "MEAN", "CLS"):
+                instead["pooling.method"] = wanted.lower()
+            elif field in ("normalize", "use_activation") and type(wanted) is bool:
+                instead["pooling.normalize"] = wanted
+            else:
+                return None
+        return instead
+
+    says = "`pooling_type` is `pooling.method`, `normalize` is `pooling.normalize`"
+    taken = (None, {"pooling_type": "MEAN", "normalize": False})
+    return Argument(name, "pooling", becomes, says, _POOLERS, taken, ({"pooling_type": "STEP"}, {"step_tag_id": 3}, "CLS"))
+
+
 _MACHINES, _LORA = planned("Several machines"), planned("LoRA adapters")
 _DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, or model. For others, {planned('Models that draft')}"
-_POOLING = planned("Embeddings and scores")
+_POOLERS = "say it of this engine's pooling: pooling={'method': …, 'normalize': …}"
+_DECIDES = "the checkpoint decides what it can do, and each call says what to compute"
 _EXPERTS = planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
@@ -320,8 +348,9 @@ _ROWS = (
     _anyway("override_generation_config", None, {}, why="generation_config.json holds", otherwise="say it in SamplingParams", refused={"top_k": 5}),
     _anyway("limit_mm_per_prompt", None, {}, why=_TEXT_ONLY, otherwise=_TEXT_ONLY, refused={"image": 1}),
     _anyway("mm_processor_kwargs", None, {}, why=_TEXT_ONLY, otherwise=_TEXT_ONLY, refused={"size": 1}),
-    _anyway("task", "auto", "generate", why="text is generated", otherwise=_POOLING, refused="embed"),
-    _anyway("runner", "auto", "generate", why="text is generated", otherwise=_POOLING, refused="pooling"),
+    _anyway("task", "auto", "generate", "embed", "embedding", "classify", "score", "reward", why=_DECIDES, otherwise=_DECIDES, refused="transcribe"),
+    _anyway("runner", "auto", "generate", "pooling", why=_DECIDES, otherwise=_DECIDES, refused="draft"),
+    _anyway("convert", "auto", "none", "embed", why=_DECIDES, otherwise=f"{_DECIDES}; {_POOLERS}", refused="classify"),
     # What requests ask for
     _anyway("enable_lora", *_OFF, why="there are no adapters", otherwise=_LORA, refused=True),
     *(_anyway(name, None, why="there are no adapters", otherwise=_LORA, refused=8) for name in ("max_loras", "max_lora_rank")),
@@ -345,10 +374,7 @@ _ROWS = (
     _anyway(
         "enable_return_routed_experts", *_OFF, why="outputs have tokens", otherwise="outputs have tokens and their log-probabilities", refused=True
     ),
-    *(
-        _anyway(name, None, why="nothing is pooled", otherwise=_POOLING, refused={"pooling_type": "CLS"})
-        for name in ("pooler_config", "override_pooler_config")
-    ),
+    *(_pooler(name) for name in ("pooler_config", "override_pooler_config")),
     *(
         _anyway(name, None, why="one engine computes all", otherwise=_TRANSFER, refused={"kv_role": "kv_both"})
         for name in ("kv_transfer_config", "kv_events_config", "ec_transfer_config")
@@ -374,7 +400,7 @@ CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to 
     "use_beam_search": BEAM_SEARCH,
     "priority": "each request has its own: LLMEngine.add_request(…, priority=…)",
     "guided_options_request": "say it in the sampling parameters: structured_outputs",
-    "tokenization_kwargs": "SamplingParams has truncate_prompt_tokens; give token ids for anything else",
+    "tokenization_kwargs": "the parameters of a request have truncate_prompt_tokens; give token ids for anything else",
     "chat_template_content_format": "it is found out from the template: leave it out",
     "mm_processor_kwargs": _TEXT_ONLY,
     "trace_headers": "observers tell: write an observer plugin, and name it: observers",

@@ -8,7 +8,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.roadmap import planned
 
 METHOD_TABLE = {  # a method or attribute of vLLM's engines -> what to do instead
-    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), planned("Embeddings and scores")),
+    "reward": 'encode(prompts, pooling_task="token_classify"), or classify(prompts) for a reward of the whole prompt',
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), planned("LoRA adapters")),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "nothing sleeps: `close()` gives the device's memory back; make a new engine then"),
     **dict.fromkeys(("start_profile", "stop_profile"), "observers=['perfetto'] writes a trace of steps and requests from the beginning"),

@@ -12,14 +12,20 @@ from dovetail import (
     LLM,
     AsyncLLMEngine,
     BeamSearchParams,
+    ClassificationRequestOutput,
     CompletionOutput,
+    EmbeddingRequestOutput,
     EngineArgs,
     LLMEngine,
+    PoolingParams,
+    PoolingRequestOutput,
     RequestOutput,
     SamplingParams,
+    ScoringRequestOutput,
 )
 from dovetail.compat.vllm.gaps import MissingModules, missing
 from dovetail.compat.vllm.inputs import TextPrompt, TokensPrompt
+from dovetail.pooling import ClassificationOutput, EmbeddingOutput, PoolingOutput, ScoringOutput
 
 AsyncEngineArgs = EngineArgs
 
@@ -28,11 +34,20 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "TextPrompt",
     "TokensPrompt",
 ]

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from dovetail import CompletionOutput, RequestOutput
+from dovetail import (
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from dovetail.compat.vllm.gaps import missing
+from dovetail.pooling import ClassificationOutput, EmbeddingOutput, PoolingOutput, ScoringOutput
 
-__all__ = ["CompletionOutput", "RequestOutput"]
+__all__ = [
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+]
 __getattr__ = missing(__name__)

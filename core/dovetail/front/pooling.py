@@ -1,0 +1,227 @@
+"""Requests that pool: what a model can do of what `PoolingParams` ask for, prompts of texts and of pairs of texts, and scores of pairs.
+
+`PoolingFacts` are the properties of an engine that this needs; `PoolingIntake` works with them, in an `LLMEngine` or in a front end of the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.api.executor import PoolingCapacity, PoolingTask, RowPooling
+from dovetail.checks import shown
+from dovetail.errors import ModelLoadError, RequestError
+from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.json_files import read_json_object
+from dovetail.pooling import PoolingParams
+from dovetail.sampling_params import OutputKind, SamplingParams
+
+QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of stored prompts for the two sides of a search
+YES_OR_NO = (  # Qwen3-Reranker's, with its default instruction
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+_NEEDS_LAST = SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=OutputKind.FINAL)
+_NEEDS_ALL = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, output_kind=OutputKind.FINAL)
+_CALLS: Mapping[str, str] = {
+    "embed": "embed() makes embeddings",
+    "token_embed": 'encode(…, pooling_task="token_embed") makes one for each token',
+    "classify": "classify() returns the probabilities of its labels",
+    "token_classify": 'encode(…, pooling_task="token_classify") returns them for each token',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingFacts:
+    """How an engine pools. Plain values, to be sent to another process."""
+
+    capacity: PoolingCapacity
+    max_tokens: int  # of a prompt
+    limit: str  # the setting that says so
+    prompts: Mapping[str, str] = field(default_factory=dict)  # stored in the checkpoint, by name: they are put before texts
+    default_prompt: str | None = None  # the name of one for texts that name none
+    template: str | None = None  # of a pair; None: the tokenizer's form of a pair
+
+    @classmethod
+    def of(cls, capacity: PoolingCapacity, model_dir: Path, template: str | None, max_model_len: int, max_step_tokens: int) -> PoolingFacts:
+        """Return the facts of an engine, with the prompts that a checkpoint of sentence-transformers stores. Raises `ModelLoadError` for a file with
+        invalid values."""
+        path = model_dir / "config_sentence_transformers.json"
+        stored: Mapping[str, Any] = read_json_object(path) if path.exists() else {}
+        prompts, default = stored.get("prompts") or {}, stored.get("default_prompt_name")
+        if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
+            raise ModelLoadError(f"{path}: prompts must map names to texts, got {shown(prompts)}")
+        if default is not None and default not in prompts:
+            raise ModelLoadError(f"{path}: default_prompt_name {shown(default)} names none of its prompts")
+        if template is None and capacity.generates and "classify" in capacity.tasks:
+            template = YES_OR_NO
+        fits_step = not capacity.indivisible or max_model_len <= max_step_tokens
+        most, limit = (max_model_len, "max_model_len") if fits_step else (max_step_tokens, "max_num_batched_tokens")
+        return cls(capacity, most, limit, dict(prompts), default, template)
+
+    @property
+    def calls(self) -> str:
+        """What to call instead of a call that the model can't serve."""
+        return "; ".join(_CALLS[task] for task in self.capacity.tasks)
+
+    @property
+    def scores_pairs(self) -> bool:
+        """True if it scores a query and a document together; False if scores are cosines of embeddings. Raises `RequestError` if it can't score."""
+        if "classify" in self.capacity.tasks and len(self.capacity.labels) == 1:
+            return True
+        if "embed" in self.capacity.tasks:
+            return False
+        raise RequestError(f"score: this model has {len(self.capacity.labels)} labels, and a score needs a model of one, or embeddings; {self.calls}")
+
+    def row_pooling(self, params: PoolingParams) -> RowPooling:
+        """Return what a request with these parameters pools. Raises `RequestError`."""
+        can = self.capacity
+        task: PoolingTask = can.tasks[0]
+        if params.task == "score":
+            if "classify" not in can.tasks or len(can.labels) != 1:
+                raise RequestError(f"task: this model scores no prompt of its own; score(query, documents) compares texts; {self.calls}")
+            task = "classify"
+        elif params.task is not None:
+            task = params.task
+        if task not in can.tasks:
+            raise RequestError(f"task: this model can't do {task}; {self.calls}")
+        if params.dimensions is not None:
+            self._check_dimensions(params.dimensions, task)
+        return RowPooling(task, params.dimensions, params.use_activation is not False)
+
+    def _check_dimensions(self, wanted: int, task: PoolingTask) -> None:
+        can = self.capacity
+        if not task.endswith("embed"):
+            raise RequestError(f"dimensions: only embeddings can be cut, and the task is {task}")
+        if can.dimensions is not None and wanted not in can.dimensions:
+            raise RequestError(f"dimensions must be one of {', '.join(map(str, can.dimensions))} for this model, got {wanted}")
+        if wanted > can.size:
+            raise RequestError(f"dimensions must be at most {can.size}, the size of this model's embeddings, got {wanted}")
+
+    def core_params(self, pooling: RowPooling) -> SamplingParams:
+        """Return the parameters of such a request for the core. Those that need all states ask for log-probabilities of the prompt, so that no
+        KV-cache manager gives them cached tokens."""
+        return _NEEDS_ALL if self.capacity.needs_all_states(pooling.task) else _NEEDS_LAST
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """The prompts whose results give the scores of pairs of texts."""
+
+    prompts: list[TokenizedText]
+    params: PoolingParams
+    places: list[tuple[int, int]] | None  # of each pair's two prompts, whose cosine is the score; None: each prompt is a pair
+
+    def of_pair(self, pair: int) -> tuple[int, ...]:
+        """Return the places of a pair's prompts."""
+        return (pair,) if self.places is None else self.places[pair]
+
+    def score(self, results: Sequence[NDArray[np.float32]]) -> float:
+        """Return the score of a pair, given what was pooled of its prompts."""
+        if self.places is None:
+            return float(results[0][0])
+        first, second = (result.astype(np.float64) for result in results)
+        return float(first @ second / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12))
+
+
+class PoolingIntake:
+    """Makes prompts for requests that pool. Thread safe."""
+
+    def __init__(self, facts: PoolingFacts, tokenized: Callable[[Sequence[str]], list[TokenizedText]], tokenizer: Callable[[], Tokenizer]) -> None:
+        """`tokenized` checks and tokenizes texts."""
+        self.facts = facts
+        self._tokenized, self._tokenizer = tokenized, tokenizer
+
+    def cut(self, token_ids: Sequence[Any], params: PoolingParams) -> Sequence[Any]:
+        """Truncate a prompt as its parameters say, at the side that the tokenizer names, but keep the special tokens around it. Raises
+        `RequestError`."""
+        if (most := self._most(params)) is None or len(token_ids) <= most:
+            return token_ids
+        head, tail = self._tokenizer().around
+        begun = len(head) if list(token_ids[: len(head)]) == head else 0
+        ended = len(tail) if tail and list(token_ids[-len(tail) :]) == tail else 0
+        if most <= begun + ended:
+            raise RequestError(f"truncate_prompt_tokens must be more than {begun + ended}, the special tokens around a text, got {most}")
+        if self._tokenizer().truncates_left:
+            return [*token_ids[:begun], *token_ids[len(token_ids) - (most - begun) :]]
+        return [*token_ids[: most - ended], *token_ids[len(token_ids) - ended :]]
+
+    def prompted(self, texts: Sequence[str], name: str | None) -> list[str]:
+        """Put the stored prompt of this name before each text; None: the default one, if there is one. Raises `RequestError`."""
+        stored = self.facts.prompts
+        if name is not None and name not in stored:
+            raise RequestError(f"prompt_name: the model stores no prompt named {shown(name)}; it has {', '.join(map(repr, stored)) or 'none'}")
+        chosen = self.facts.default_prompt if name is None else name
+        before = "" if chosen is None else stored[chosen]
+        return [before + text for text in texts]
+
+    def plan_scores(self, pairs: Sequence[tuple[str, str]], params: PoolingParams, template: str | None = None) -> ScorePlan:
+        """Plan the scores of queries and documents. A bi-encoder embeds each different text once, with its stored prompts for queries and documents.
+        Raises `RequestError`."""
+        if not self.facts.scores_pairs:
+            if template is not None:
+                raise RequestError("template: this model compares embeddings of the two texts, and has no prompt of both")
+            return self._plan_cosines(pairs, params)
+        params = replace(params, task="classify")
+        template = self.facts.template if template is None else checked_template(template)
+        if template is None:
+            return ScorePlan(self._tokenizer().encode_pairs(pairs, self._most(params)), params, None)
+        return ScorePlan(self._filled(template, pairs, self._most(params)), params, None)
+
+    def _most(self, params: PoolingParams) -> int | None:
+        """Return the number of tokens to which a prompt is cut; None: it isn't."""
+        return self.facts.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+
+    def _plan_cosines(self, pairs: Sequence[tuple[str, str]], params: PoolingParams) -> ScorePlan:
+        if params.task not in (None, "embed", "score"):
+            raise RequestError(f"task: scores of this model are cosines of embeddings, got {params.task}")
+        places: dict[tuple[int, str], int] = {}
+        found = [tuple(places.setdefault((side, text), len(places)) for side, text in enumerate(pair)) for pair in pairs]
+        names = [next((name for name in names if name in self.facts.prompts), None) for names in (QUERY, DOCUMENT)]
+        texts = [self.prompted([text], names[side])[0] for side, text in places]
+        return ScorePlan(self._tokenized(texts), replace(params, task="embed"), [(first, second) for first, second in found])
+
+    def _filled(self, template: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[TokenizedText]:
+        """Return the prompts of a template; documents are cut to make them fit."""
+        before, _, rest = template.partition("{query}")
+        between, _, after = rest.partition("{document}")
+        texts = [f"{before}{query}{between}{document}{after}" for query, document in pairs]
+        prompts = self._tokenized(texts)
+        if most is None or all(len(prompt.token_ids) <= most for prompt in prompts):
+            return prompts
+        tail = self._tokenizer().encode(after, special_tokens=False) + self._tokenizer().around[1]
+        for place, prompt in enumerate(prompts):
+            if len(prompt.token_ids) > most:
+                head = self._tokenizer().encode(f"{before}{pairs[place][0]}{between}")
+                if len(head) + len(tail) >= most:
+                    raise RequestError(f"truncate_prompt_tokens: {most} tokens leave no room for the document, as the rest of the prompt takes them")
+                prompts[place] = TokenizedText(prompt.text, [*prompt.token_ids[: most - len(tail)], *tail])
+        return prompts
+
+
+def checked_template(template: Any) -> str:
+    """Return a template of pairs. Raises `RequestError` unless it has a place for the query, and after it one for the document."""
+    if not isinstance(template, str) or template.count("{query}") != 1 or template.partition("{query}")[2].count("{document}") != 1:
+        raise RequestError(f"template must have {{query}} and, after it, {{document}}, each once, got {shown(template)}")
+    return template
+
+
+def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:
+    """Return pairs of texts: one with each of several, or each of several with that at its place. Raises `RequestError`."""
+    sides = [[data] if isinstance(data, str) else data for data in (data_1, data_2)]
+    for name, side in zip(("data_1", "data_2"), sides, strict=True):
+        if not isinstance(side, Sequence) or not side or not all(isinstance(text, str) for text in side):
+            raise RequestError(f"{name} must be a text, or a list of one text or more, got {shown(side)}")
+    queries, documents = sides
+    if len(queries) == 1:
+        queries = [*queries] * len(documents)
+    if len(queries) != len(documents):
+        raise RequestError(f"data_1 must be one text, or as many as data_2: got {len(queries)} and {len(documents)}")
+    return list(zip(queries, documents, strict=True))
