@@ -173,7 +173,7 @@ class DecodeSteps(Builder):
 
     def run(self, inputs: DecodeInputs) -> Any:
         """Return `Sampled`, or the hidden states [size, hidden]."""
-        token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.lines))
+        token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.lines, inputs.drafts))
         hidden = settled(self.parts.model(token_ids, positions))
         return hidden if self._capture is None else self.parts.sample(inputs.lines, positions, hidden, self._capture)
 

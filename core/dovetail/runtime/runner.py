@@ -165,10 +165,12 @@ class Runner:
         proposes = self.draft is not None and batch.drafts is not None
         if graphs is not None or proposes:
             self._tell_sampler(batch, pending)
-        if self.draft is not None and batch.drafts is not None:
-            self.draft.propose(batch.drafts, batch.rows, self.graphs)
         if graphs is not None:
             graph = graphs.for_decode(pending.lines.rows, self._worth_sharing(batch), late=batch.late)
+        if batch.drafts is not None and graph is None:
+            self.rows.put_drafts(batch.rows, batch.drafts)
+        if self.draft is not None and batch.drafts is not None:
+            self.draft.propose(batch.drafts, batch.rows, self.graphs)
         if graphs is not None and graph is not None:
             self._replay(graphs, graph, batch, pending)
         else:
@@ -356,8 +358,7 @@ class Runner:
 
     def _change_rows(self, batch: Batch) -> None:
         self.rows.update(batch)
-        if batch.drafts is None:  # which `update` checks
-            self.rows.check(batch)
+        self.rows.check(batch)
         if self.draft is not None:
             self.draft.begin(batch)
             if batch.drafts is not None and are_mixed(batch.drafts):
@@ -383,7 +384,7 @@ class Runner:
             graph.inputs.fill(hidden, host_indices, host_lines, pending.masked)
             self._fetch(graphs.replay(graph), pending)
             return
-        rows, ahead, indices = all_to_device([*host_lines, host_indices], self.device)
+        rows, ahead, indices = all_to_device([host_lines.rows, host_lines.ahead, host_indices], self.device)
         last, lines = hidden.index_select(0, indices), Lines(rows, ahead)  # [n, hidden]
         sampled = self._draw(self.model.logits(last), lines, host_lines.rows, pending.masked)
         self._fetch(Sampled(append(self.rows, lines, last_tokens(self.rows, lines)[1], sampled.token_ids, last)), pending)
