@@ -22,10 +22,9 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_are_those_without_speculation(temperature: float, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model is the model itself, so that most drafts are right."""
+@pytest.mark.parametrize(("drafter", "temperature"), [("ngram", 0.0), ("model", 0.0), ("model", 0.8)])
+def test_tokens_are_those_without_speculation(drafter: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is the model itself, so that most drafts are right. Drawn answers of random weights repeat too little for `ngram`."""
     make_drafts_pay(monkeypatch)
     torch.backends.cuda.matmul.allow_tf32 = False
     plain = settings_for("triton", overlap=False, cuda_graphs=False, max_model_len=256, max_num_seqs=12)
