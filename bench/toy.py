@@ -125,7 +125,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="toy",
             target="bench.toy:ToyExecutor",
-            api="0.6",
+            api="0.7",
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         ),

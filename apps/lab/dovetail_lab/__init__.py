@@ -12,7 +12,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="simulated",
             target="dovetail_lab.simulated:SimulatedExecutor",
-            api="0.6",
+            api="0.7",
             options="dovetail_lab.simulated:SimulatedOptions",
             summary="Simulation: a step-time model advances a virtual clock, without a model",
         ),
@@ -20,6 +20,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="drafter",
             name="simulated",
             target="dovetail_lab.drafting:SimulatedDrafter",
+            api="0.2",
             summary="Drafts of the executor `simulated`, right by chance",
         ),
         ComponentSpec(

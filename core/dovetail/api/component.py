@@ -25,18 +25,18 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "scheduler": "0.4",
     "kv_cache": "0.4",
     "attention": "0.4",
-    "model": "0.3",
+    "model": "0.4",
     "sampler": "0.3",
     "grammar": "0.1",
-    "executor": "0.6",
+    "executor": "0.7",
     "observer": "0.1",
-    "drafter": "0.1",
+    "drafter": "0.2",
 }
 
 hookimpl = pluggy.HookimplMarker("dovetail")
 
 _NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
-_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class NoOptions(BaseModel):
@@ -72,7 +72,7 @@ class ComponentSpec:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise wrong("name", self.name, "lower case letters and digits, joined by '-' or '_'")
         for what, value in (("target", self.target), ("options", self.options), ("request_extra", self.request_extra)):
-            if not (what != "target" and value is None) and not (isinstance(value, str) and _TARGET.fullmatch(value)):
+            if not (what != "target" and value is None) and not (isinstance(value, str) and TARGET.fullmatch(value)):
                 raise wrong(what, value, '"package.module:Class"')
         if not isinstance(self.api, str) or not re.fullmatch(r"\d+\.\d+", self.api):
             raise wrong("api", self.api, '"major.minor", like "0.1"')
@@ -96,7 +96,7 @@ class CommandSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise PluginError(f"CommandSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
-        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+        if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
             raise PluginError(f'CommandSpec {self.name!r}: target is {self.target!r}, expected "package.module:app"')
 
 
@@ -115,7 +115,7 @@ class BundledModel:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise PluginError(f"BundledModel: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
-        if not isinstance(self.package, str) or not _TARGET.fullmatch(f"{self.package}:x"):
+        if not isinstance(self.package, str) or not TARGET.fullmatch(f"{self.package}:x"):
             raise PluginError(f'BundledModel {self.name!r}: package is {self.package!r}, expected "package.module"')
         if not isinstance(self.path, str) or self.path.startswith("/") or ".." in self.path.split("/"):
             raise PluginError(f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the package")
@@ -135,7 +135,7 @@ class QuantizationSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise PluginError(f"QuantizationSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
-        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+        if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
             raise PluginError(f'QuantizationSpec {self.name!r}: target is {self.target!r}, expected "package.module:Class"')
         if not isinstance(self.summary, str) or "\n" in self.summary:
             raise PluginError(f"QuantizationSpec {self.name!r}: summary is {self.summary!r}, expected one line of text")

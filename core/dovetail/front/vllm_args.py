@@ -192,14 +192,17 @@ def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str
 
 def _speculation(name: str) -> Argument:
     """vLLM's settings of speculative decoding."""
-    says = "methods `ngram`, `suffix` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields are options"
+    says = (
+        "methods `ngram`, `suffix`, `mtp`, `eagle3` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields "
+        "are options"
+    )
     taken = ({"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"}, {"model": "demo-draft", "num_speculative_tokens": 4}, None)
-    refused = ("small", *({"method": method, "model": "m"} for method in ("eagle3", "mtp", "medusa")), {"model": "some/EAGLE3-head"})
+    refused = ("small", *({"method": method, "model": "m"} for method in ("eagle", "medusa")), {"model": "some/EAGLE-head"})
     return Argument(name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused)
 
 
 _MACHINES, _LORA = planned("Several machines"), planned("LoRA adapters")
-_DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, or model. For others, {planned('Models that draft')}"
+_DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
 _POOLING = planned("Embeddings and scores")
 _EXPERTS = planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"

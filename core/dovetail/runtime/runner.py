@@ -23,8 +23,9 @@ from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.token_masks import mask_tokens
 from dovetail.runtime.decode_rows import append, last_tokens
+from dovetail.runtime.draft_head import RunningHead
 from dovetail.runtime.draft_model import DraftModel, are_mixed
-from dovetail.runtime.graphs import Graph, Graphs, StepParts
+from dovetail.runtime.graphs import Graph, Graphs, ModelOutputs, StepParts, TappedStates
 from dovetail.runtime.kv_pool import KVPool
 from dovetail.runtime.mask_buffer import MaskBuffer, masks_of_lines
 from dovetail.runtime.row_state import RowState
@@ -94,6 +95,7 @@ class PendingStep:
     logprobs: LogprobsCopy | None = None  # if sampling wasn't replayed
     masked: NDArray[np.int64] | None = None  # [n] the lines' rows in the masks, or -1; None: no line is masked
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
+    tapped: tuple[TappedStates, int | None] | None = None  # for the draft head, once the tokens are sampled: arguments of `RunningHead.follow`
     unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and the indices of the lines'
     ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
@@ -135,7 +137,7 @@ class Runner:
         rows: RowState,
         clock: Clock,
         vocab_size: int,
-        draft: DraftModel | None = None,
+        draft: DraftModel | RunningHead | None = None,
     ) -> None:
         self.model: Any = model  # a CausalLM
         self.draft = draft  # None: drafts come with the batches
@@ -151,7 +153,12 @@ class Runner:
     @property
     def parts(self) -> StepParts:
         """Objects from which graphs of its steps are built."""
-        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, None if self.draft is None else self.draft.model)
+        draft = self.draft.model if isinstance(self.draft, DraftModel) else None
+        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, self._head)
+
+    @property
+    def _head(self) -> RunningHead | None:
+        return self.draft if isinstance(self.draft, RunningHead) else None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -181,6 +188,8 @@ class Runner:
                 pending.unsampled = hidden, last_indices
             elif len(last_indices):
                 self._sample(last_indices, hidden, pending)
+            if not batch.late:
+                self._follow(pending)
         if batch.drafts is None:  # otherwise `collect` does
             self.rows.advance(batch.rows, batch.num_tokens)
         if not batch.late:
@@ -199,6 +208,7 @@ class Runner:
             self.masks.send(masks)
             pending.masked = masks_of_lines(masks, len(pending.lines.rows))
         self._sample(last_indices, hidden, pending)
+        self._follow(pending)
         self._close(pending)
 
     @contextmanager
@@ -209,6 +219,12 @@ class Runner:
             yield
         finally:
             self.graphs = graphs
+
+    def _follow(self, pending: PendingStep) -> None:
+        """Let the draft head follow a step whose tokens are sampled, unless it has done so in a graph."""
+        if (head := self._head) is not None and pending.tapped is not None:
+            head.follow(*pending.tapped)
+            pending.tapped = None
 
     def _close(self, pending: PendingStep) -> None:
         """Finish submitting: the whole step is enqueued; on a CPU, computed. How many tokens rows with drafts get is known to `collect`."""
@@ -244,7 +260,7 @@ class Runner:
                 logprobs = HostLogprobs(logprobs.token_ids[yielded], logprobs.logprobs[yielded], logprobs.ranks[yielded])
             self.rows.known[batch.rows] += counts
             self.rows.advance(batch.rows, np.where(batch.drafts.counts > 0, counts, batch.num_tokens))
-            if self.draft is not None:
+            if isinstance(self.draft, DraftModel):
                 self.draft.collected(batch.rows)
         failed = {int(sampling[index]): "the model's hidden state holds NaN" for index in np.flatnonzero(broken)}
         failed |= {index: pending.refused[row] for index, row in enumerate(batch.rows.tolist()) if row in pending.refused}
@@ -274,22 +290,25 @@ class Runner:
         num_lines = batch.num_lines
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         all_states = len(asks) > 0
-        draft = self.draft if (batch.num_tokens > num_lines).any() else None
+        draft_model = self.draft if isinstance(self.draft, DraftModel) else None
+        draft = draft_model if (batch.num_tokens > num_lines).any() else None
         graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states)
         last_indices = host.line_ends(num_lines)
         if graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, last_indices)
-            hidden = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
-            all_states, draft = graph.inputs.all_states, self.draft  # these graphs run it
+            outputs = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
+            all_states, draft = graph.inputs.all_states, draft_model  # these graphs run it
         else:
             inputs = host.to_device(self.rows)
             if self.rows.states is not None:
                 self._plan_states(self.rows.states, batch, inputs)
             self.backend.plan(host.attention_batch(self.rows, inputs, shared_blocks))
             all_states = all_states or len(last_indices) == host.num_tokens
-            hidden = self._launch_model(inputs, None if all_states else last_indices, None if draft is None else draft.model)
+            outputs = self._launch_model(inputs, None if all_states else last_indices, None if draft is None else draft.model)
         if draft is not None:
             draft.computed(batch)
+        hidden, tapped = outputs
+        pending.tapped = None if tapped is None else (tapped, host.num_tokens)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
         return hidden, last_indices if all_states else np.arange(len(last_indices))
 
@@ -305,17 +324,17 @@ class Runner:
             states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
         states.steps.plan(states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at))
 
-    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any) -> torch.Tensor:
-        """Return hidden states [tokens, hidden]; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that
-        stores its K and V of all tokens, or None."""
+    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any) -> ModelOutputs:
+        """Return hidden states of all tokens; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that stores
+        its K and V of all tokens, or None."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
             wanted = np.array([len(token_ids) - 1])  # no row samples, but models require at least one token
         device_wanted = None if wanted is None else to_device(wanted, self.device)
-        hidden: torch.Tensor = self.model(token_ids, inputs.positions, device_wanted)
+        outputs = self.parts.run(token_ids, inputs.token_indices, inputs.positions, device_wanted)
         if draft is not None:
             draft(token_ids, inputs.positions, device_wanted)
-        return hidden
+        return outputs
 
     def _is_plain_decode(self, batch: Batch) -> bool:
         """Return True if every row computes a token for each line, and has one, so that a graph can replay the step if it supports the rows'
@@ -328,7 +347,8 @@ class Runner:
         order = np.argsort(-self.rows.known[pending.lines.rows], kind="stable")  # a row's lines stay neighbours
         outputs = graphs.replay(graph, graph.inputs.fill(pending.lines.sorted(order), self._worth_sharing(batch)))
         if batch.late:
-            pending.unsampled = outputs, np.argsort(order)
+            pending.unsampled = outputs.hidden, np.argsort(order)
+            pending.tapped = None if outputs.tapped is None else (outputs.tapped, None)
             return
         self._fetch(outputs, pending, order)
 

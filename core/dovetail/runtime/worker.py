@@ -20,6 +20,7 @@ from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.moe import Experts
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
+from dovetail.runtime.draft_head import HeadPlan, RunningHead
 from dovetail.runtime.draft_model import DraftModel, DraftPlan
 from dovetail.runtime.graphs import Graphs
 from dovetail.runtime.kv_pool import KVPool, kv_layout, pool_pages
@@ -65,7 +66,11 @@ class Worker:
         plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
         if config.max_drafts and plan.states:
             raise UnsupportedError("speculation: this model has recurrent layers, whose states can't take back a rejected draft")
-        drafting = DraftPlan.of(config, plan, self.context.models, self.group, device, self.context.quantizations)
+        drafting: DraftPlan | HeadPlan | None
+        if config.draft_head is not None:
+            drafting = HeadPlan.of(config, plan, self.group)
+        else:
+            drafting = DraftPlan.of(config, plan, self.context.models, self.group, device, self.context.quantizations)
         specs = plan.specs if drafting is None else [*plan.specs, *drafting.specs]
         chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
@@ -88,7 +93,10 @@ class Worker:
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
         runner = self.runner = self._make_runner(plan, model, chosen.backend, pool, device)
-        if drafting is not None:
+        if isinstance(drafting, HeadPlan):
+            head = drafting.load(model, bound, self.group, device, told, environment)
+            runner.draft = RunningHead(head, drafting.arch, plan.dtype, chosen.backend, runner.sampler, runner.rows)
+        elif drafting is not None:
             draft = drafting.load(splitter, bound, self.group, device, told, environment)
             runner.draft = DraftModel(draft, drafting.specs, chosen.backend, runner.sampler, runner.rows, config.max_num_batched_tokens)
         if device.type == "cuda":
