@@ -1,5 +1,5 @@
-"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the nine
-kinds.
+"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `RoutesSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker
+and the nine kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Declarations
 hold only strings and small values, so that declaring a component imports nothing heavy.
@@ -86,18 +86,30 @@ class ComponentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandSpec:
-    """Subcommand that a plugin adds to `dovetail`. `target` is a `typer.Typer` app or a function, imported when called."""
-
+class _Offer:
     name: str
     target: str  # "package.module:app"
     summary: str = ""
 
     def __post_init__(self) -> None:
+        spec = type(self).__name__
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise PluginError(f"CommandSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+            raise PluginError(f"{spec}: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
         if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
-            raise PluginError(f'CommandSpec {self.name!r}: target is {self.target!r}, expected "package.module:app"')
+            raise PluginError(f'{spec} {self.name!r}: target is {self.target!r}, expected "package.module:app"')
+        if not isinstance(self.summary, str) or "\n" in self.summary:
+            raise PluginError(f"{spec} {self.name!r}: summary is {self.summary!r}, expected one line of text")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec(_Offer):
+    """Subcommand that a plugin adds to `dovetail`. `target` is a `typer.Typer` app or a function, imported when called."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesSpec(_Offer):
+    """Routes and middleware that `dovetail serve --route NAME` adds to the server. `target` is a function, called once in each front end with a
+    `dovetail.api.routes.RouteContext`. It returns Starlette's `Route`, `Mount`, `WebSocketRoute` and `Middleware` objects, in a list."""
 
 
 @dataclass(frozen=True, slots=True)
