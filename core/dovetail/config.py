@@ -395,8 +395,9 @@ class EngineConfig(BaseModel):
             "speculation": self.speculation and {**self.speculation.model_dump(mode="json"), "drafter": resolved("speculation.drafter")[0]},
         }
 
-    def executor_config(self, model_dir: Path, draft_dir: Path | None = None) -> ExecutorConfig:
-        """Return the settings that concern an executor, for a model whose directory was found, and for that which drafts, if one does."""
+    def executor_config(self, model_dir: Path, draft_dir: Path | None = None, draft_head: str | None = None) -> ExecutorConfig:
+        """Return the settings that concern an executor, for a model whose directory was found, and for that which drafts, if one does. `draft_head`:
+        see `ExecutorConfig`."""
         from dovetail.api.executor import ExecutorConfig  # here, since it imports numpy, which `dovetail config` doesn't need
 
         return ExecutorConfig(
@@ -418,6 +419,7 @@ class EngineConfig(BaseModel):
             state_dtype=self.state_dtype,
             max_drafts=0 if self.speculation is None else self.speculation.max_drafts,
             draft_model=None if draft_dir is None else str(draft_dir),
+            draft_head=draft_head,
             pooling=self.pooling.model_dump(exclude_none=True, exclude={"template"}),
         )
 

@@ -36,6 +36,7 @@ NEEDS_TIME = {
     "qwen2",
     "deepseek_v2",
     "deepseek_v3",
+    "glm4_moe",
     "glm4_moe_lite",
     "gemma3_text",
     "ministral",
@@ -49,7 +50,10 @@ NEEDS_TIME = {
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {"transformers"}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
-NEEDED: Mapping[str, Mapping[str, Any]] = {"dovetail_drafters.model:NamedModel": {"model": "demo"}}  # target -> options that have no default
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "dovetail_drafters.model:NamedModel": {"model": "demo"},
+    "dovetail_drafters.heads:Eagle3Drafter": {"model": "head"},
+}  # target -> options that have no default
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile
     "priority": ({"aging_s": 5.0},),
     "mlfq": ({"levels": 3, "quantum": 4, "growth": 2, "starve_s": 3.0},),

@@ -51,7 +51,7 @@ def examples() -> list[Text]:
 
 def test_the_examples_are_found() -> None:
     places = [text.place for text in examples()]
-    assert sum(place.startswith("core/dovetail/registry/hookspecs.py") for place in places) == 4
+    assert sum(place.startswith("core/dovetail/registry/hookspecs.py") for place in places) == 5
     assert any(place.startswith("core/dovetail/front/llm.py") for place in places)
 
 

@@ -87,6 +87,6 @@ class Random(Oracle):
 
 def install(site: Site) -> None:
     """Offer all of them as the distribution dovetail-drafting."""
-    drafters = [f'kind="drafter", name={name!r}, target="tests.e2e.drafting:{name.title()}"' for name in NAMES]
+    drafters = [f'kind="drafter", api="0.2", name={name!r}, target="tests.e2e.drafting:{name.title()}"' for name in NAMES]
     executor = 'kind="executor", name="free", api="0.7", target="tests.e2e.drafting:FreeLines", options="dovetail_executors.options:LocalOptions"'
     site.install("dovetail-drafting", modules={"drafting_plugin": components(*drafters, executor)})

@@ -70,6 +70,13 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
             {"method": "suffix", "suffix_decoding_min_token_prob": 0.1, "suffix_decoding_max_cached_requests": 0},
             {"speculation": {"drafter": {"name": "dovetail:suffix", "min_share": 0.1, "kept_tokens": 0}}},
         ),
+        ({"method": "mtp", "num_speculative_tokens": 1}, {"speculation": {"drafter": {"name": "dovetail:mtp"}, "max_drafts": 1}}),
+        ({"method": "qwen3_next_mtp"}, {"speculation": {"drafter": {"name": "dovetail:mtp"}}}),
+        ({"method": "eagle3", "model": "a/head"}, {"speculation": {"drafter": {"name": "dovetail:eagle3", "model": "a/head"}}}),
+        (
+            {"model": "a/Qwen3-8B-speculator.eagle3"},
+            {"speculation": {"drafter": {"name": "dovetail:eagle3", "model": "a/Qwen3-8B-speculator.eagle3"}}},
+        ),
         (None, {}),
     ],
     **{

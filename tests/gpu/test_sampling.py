@@ -26,13 +26,13 @@ WAYS: list[dict[str, Any]] = [
     {"n": 3, "presence_penalty": 0.4, "logprobs": 2},
     {},
 ]
+PROMPTS = random_prompts([30, 5, 200, 17, 64, 9, 1], 997, 0)
 
 
 def generated(settings: dict[str, Any], directory: Any, dtype: str, extra: dict[str, Any]) -> list[Any]:
     """Return the tokens and log-probabilities of each sample of each request."""
-    prompts = random_prompts([30, 5, 200, 17, 64, 9, 1], 997, 0)
     with LLMEngine.from_config(settings, model=str(directory), dtype=dtype, generation_config="none") as engine:
-        for index, (prompt, way) in enumerate(zip(prompts, WAYS, strict=True)):
+        for index, (prompt, way) in enumerate(zip(PROMPTS, WAYS, strict=True)):
             wanted = {"temperature": 0.8, "seed": index, "max_tokens": 40, "detokenize": False, "output_kind": "final", "ignore_eos": True}
             engine.add_request(str(index), prompt, SamplingParams(**{**wanted, **way, **extra}))
         done = {output.request_id: output for output in steps(engine) if output.finished}

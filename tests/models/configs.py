@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -148,6 +149,27 @@ def latent_configs(draw: st.DrawFn) -> Any:
 
 
 @st.composite
+def glm4_moe_configs(draw: st.DrawFn) -> Glm4MoeConfig:
+    fields = draw(_common(own_head_size=True)) | {"head_dim": draw(st.sampled_from([4, 8]))}
+    groups, kept, size = draw(st.sampled_from([(1, 1, 4), (2, 1, 2), (3, 2, 2)]))
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": draw(st.sampled_from([0.5, 1.0]))}
+    return Glm4MoeConfig(
+        **fields,
+        attention_bias=draw(st.booleans()),
+        use_qk_norm=draw(st.booleans()),
+        first_k_dense_replace=draw(st.integers(0, 2)),
+        n_routed_experts=groups * size,
+        num_experts_per_tok=kept * size,
+        n_group=groups,
+        topk_group=kept,
+        n_shared_experts=draw(st.sampled_from([1, 2])),
+        moe_intermediate_size=draw(st.sampled_from([4, 6])),
+        norm_topk_prob=draw(st.booleans()),
+        routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+    )
+
+
+@st.composite
 def qwen2_configs(draw: st.DrawFn) -> Qwen2Config:
     return Qwen2Config(**draw(_common(own_head_size=False)), **draw(_some_windows()))
 
@@ -278,5 +300,5 @@ def _whole_window() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def configs() -> st.SearchStrategy[Any]:
-    one_window = (qwen3_moe_configs(), latent_configs(), llama_configs(), mistral_configs())
+    one_window = (qwen3_moe_configs(), glm4_moe_configs(), latent_configs(), llama_configs(), mistral_configs())
     return st.one_of(*one_window, qwen2_configs(), qwen3_configs(), ministral_configs(), gemma_configs(), gemma4_configs())

@@ -13,10 +13,13 @@ from torch import nn
 from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
+from dovetail.api.draft_head import HeadArch
 from dovetail.api.executor import Batch, Drafts, Masks, NewRow, Result
 from dovetail.api.kv_cache import CacheGroup, KVLayout, PageCopy
+from dovetail.api.model import BuildContext, ParallelGroup, Tapped
 from dovetail.api.sampler import Lines, RowSampling, SampledTokens, Sampler, SamplerContext
 from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.draft_head import RunningHead
 from dovetail.runtime.draft_model import DraftModel
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.row_state import RowState
@@ -24,6 +27,7 @@ from dovetail.runtime.runner import PendingStep, Runner
 from dovetail_attention.sdpa import TorchAttention
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
+TAPS = (0, 2)  # of `TinyHead`
 NAN_TOKEN = VOCAB - 1  # its embedding is NaN; never sampled
 
 
@@ -61,14 +65,64 @@ class TinyModel(nn.Module):
             self.layers.append((layer, weights(HIDDEN, HEADS * SIZE), weights(HIDDEN, kv_width), weights(HIDDEN, kv_width)))
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed[token_ids] + self.places[positions]
+        return self.forward_tapped(token_ids, positions, wanted, (0,))[0]
+
+    def forward_tapped(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = [self.embed[token_ids] + self.places[positions]]
         for layer, q, k, v in self.layers:
+            x = states[-1]
             layer.write((x @ k).view(-1, KV_HEADS, SIZE), (x @ v).view(-1, KV_HEADS, SIZE))
-            x = torch.tanh(x + layer.attend((x @ q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN))
-        return x if wanted is None else x.index_select(0, wanted)
+            states.append(torch.tanh(x + layer.attend((x @ q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN)))
+        return states[-1] if wanted is None else states[-1].index_select(0, wanted), torch.cat([states[tap] for tap in taps], dim=1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return 4 * hidden @ self.head
+
+
+class TinyHead(nn.Module):
+    """A draft head of one layer of attention, which reads the states at `TAPS`."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+
+        def weights(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) / 2
+
+        self.layer, kv_width = layer, KV_HEADS * SIZE
+        self.embed, self.head, self.fused = weights(VOCAB, HIDDEN), weights(HIDDEN, VOCAB), weights(len(TAPS) * HIDDEN, HIDDEN) / 2
+        self.q, self.k, self.v = weights(2 * HIDDEN, HEADS * SIZE), weights(2 * HIDDEN, kv_width), weights(2 * HIDDEN, kv_width)
+        self.head[:, NAN_TOKEN] = 0
+
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        return tapped @ self.fused
+
+    def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        x = torch.cat((self.embed[token_ids], states), dim=1)
+        self.layer.write((x @ self.k).view(-1, KV_HEADS, SIZE), (x @ self.v).view(-1, KV_HEADS, SIZE))
+        return x
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        x = self.store(token_ids, positions, states)
+        return torch.tanh(states + self.layer.attend((x @ self.q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return 4 * states @ self.head
+
+
+class TinyHeadArch(HeadArch):
+    taps, hidden_size = TAPS, HIDDEN
+
+    def __init__(self) -> None:
+        pass
+
+    def layer_specs(self, parallel: ParallelGroup) -> list[LayerSpec]:
+        return [spec_of(0)]
+
+    def build(self, context: BuildContext, target: Tapped) -> nn.Module:
+        return TinyHead(context.make_attention(spec_of(0)))
 
 
 class Greedy(Sampler):
@@ -113,6 +167,7 @@ class Bench:
     error: float = 0.0  # of the model: see `TinyModel`
     draft_error: float | None = None  # of the draft model; None: there is none
     draft_windows: tuple[int | None, ...] = (None, None)
+    head: bool = False  # a `TinyHead` drafts
     step: int = 0
     free_blocks: list[int] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)  # row -> blocks
@@ -122,11 +177,13 @@ class Bench:
         self.backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", self.block_size))
         specs = [spec_of(index, window) for index, window in enumerate(self.windows)]
         drafting = [] if self.draft_error is None else [spec_of(len(specs) + index, window) for index, window in enumerate(self.draft_windows)]
+        drafting += [spec_of(len(specs))] if self.head else []
         planned = kv_layout(self.backend, [*specs, *drafting], "float32")
         self.pool, self.layout = KVPool(planned, device), planned.layout
         make_layer = self.pool.wrap(self.backend.make_layer)
         self.model = TinyModel(make_layer, self.windows, error=self.error)
         drafter = None if self.draft_error is None else TinyModel(make_layer, self.draft_windows, len(specs), self.draft_error)
+        head = TinyHead(make_layer(spec_of(len(specs)))) if self.head else None
         num_pages = self.num_blocks * self.layout.pages(self.block_size)
         self.pool.allocate(num_pages)
         self.rows = RowState(self.max_rows, self.max_len, self.layout, device, max_lines=self.max_lines)
@@ -137,6 +194,8 @@ class Bench:
         self.runner = Runner(self.model, self.backend, self.pool, self.sampler, self.rows, WallClock(), VOCAB)
         if drafter is not None:
             self.runner.draft = DraftModel(drafter, drafting, self.backend, self.sampler, self.rows, self.max_tokens)
+        if head is not None:
+            self.runner.draft = RunningHead(head, TinyHeadArch(), torch.float32, self.backend, self.sampler, self.rows)
         self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()
 
     def new(self, row: int, tokens: Sequence[int], sampling: RowSampling | None = None, prompt_len: int | None = None, computed: int = 0) -> NewRow:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dovetail.api.attention import AttentionBatch
 from dovetail.runtime import graphs as graphs_module
-from dovetail.runtime.graphs import Builder, DecodeSteps, DraftSteps, Graph, Graphs
+from dovetail.runtime.graphs import Builder, DecodeSteps, DraftSteps, Graph, Graphs, HeadSteps, ModelOutputs
 from dovetail.runtime.recording import record
 from dovetail.runtime.step_inputs import DecodeInputs
 from tests.runtime.fakes import Bench
@@ -68,7 +68,7 @@ def _overwrite(kept: Any, new: Any) -> None:
     if isinstance(kept, torch.Tensor):
         if kept.data_ptr() != new.data_ptr():
             kept.copy_(new)
-    elif isinstance(kept, tuple | list):
+    elif isinstance(kept, tuple | list):  # named ones, too
         for old, fresh in zip(kept, new, strict=True):
             _overwrite(old, fresh)
 
@@ -114,8 +114,8 @@ class Again:
 
     def replay(self) -> Any:
         again = self.run()
-        if isinstance(again, torch.Tensor):
-            self.outputs.copy_(again)
+        if isinstance(again, torch.Tensor | ModelOutputs):
+            _overwrite(self.outputs, again)
             return self.outputs
         self.outputs.tokens.copy_(again.tokens)
         if again.packed is not None and self.outputs.packed is not None:
@@ -139,7 +139,9 @@ class WatchedGraphs(Graphs):
         return super().replay(graph, batch)
 
 
-def give_graphs(bench: Bench, builders: Sequence[Builder], *, rerun: tuple[type[Builder], ...] = (DecodeSteps, DraftSteps)) -> WatchedGraphs:
+def give_graphs(
+    bench: Bench, builders: Sequence[Builder], *, rerun: tuple[type[Builder], ...] = (DecodeSteps, DraftSteps, HeadSteps)
+) -> WatchedGraphs:
     """Capture graphs on the CPU, beside those that the runner has, and let it replay them. Work of builders in `rerun` is done anew each time."""
 
     def recorded(run: Any, *rest: Any) -> Any:

@@ -63,6 +63,13 @@ class Step:
         lines = Lines(torch.tensor(self.rows), torch.tensor(self.ahead, dtype=torch.int32))
         return on(device, lines), torch.tensor(self.sampled, device=device), hidden.to(device)
 
+    def take_drafts(self, state: RowState) -> torch.Tensor:
+        """Remove the drafts from the state's rows. Return what `last_tokens` is given instead."""
+        for row, tokens in enumerate(self.tokens):
+            state.token_ids[row, len(tokens) :] = 0
+        of_lines = [self.drafts[row][ahead - 1] if ahead else -1 for row, ahead in zip(self.rows, self.ahead, strict=True)]
+        return torch.tensor(of_lines, dtype=torch.int32, device=state.device)
+
 
 def on(device: torch.device, lines: Lines) -> Lines:
     return Lines(*(each.to(device) for each in lines))
@@ -117,17 +124,31 @@ def test_the_kernels_compile_for_a_hopper() -> None:
     state, lines = RowState(8, 100, layout(16), CPU), Lines(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32))
     with compiling_for_hopper() as compiled:
         token_ids, positions = kernels.last_tokens(state, lines)
+        kernels.last_tokens(state, lines, lines.ahead)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             kernels.append(state, lines, positions, token_ids, torch.zeros(3, 1024, dtype=dtype))
-    assert [kernel.name for kernel in compiled] == ["_last_tokens", "_append", "_append", "_append"]
+    assert [kernel.name for kernel in compiled] == ["_last_tokens", "_last_tokens", "_append", "_append", "_append"]
     for kernel in compiled:
         assert "griddepcontrol.wait" in kernel.ptx
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
-    for kernel in compiled[1:]:
+    for kernel in compiled[2:]:
         assert "setp.nan" in kernel.ptx, "the search for NaN isn't optimised away"
 
 
 # ---- what either does
+
+
+@pytest.mark.usefixtures("with_kernels")
+@given(steps())
+@some
+def test_drafts_that_come_with_the_lines_are_written_to_their_rows(step: Step) -> None:
+    told, untold = step.state(DEVICE), step.state(DEVICE)
+    lines = step.numbers(DEVICE)[0]
+    drafts = step.take_drafts(told)
+    for our, other in zip(decode_rows.last_tokens(told, lines, drafts), decode_rows.last_tokens(untold, lines), strict=True):
+        assert_same(our, other.cpu())
+    for row in set(step.rows) - {step.nobody}:
+        assert_same(told.token_ids[row], untold.token_ids[row].cpu())
 
 
 @pytest.mark.usefixtures("with_kernels")

@@ -20,6 +20,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="drafter",
             name="simulated",
             target="dovetail_lab.drafting:SimulatedDrafter",
+            api="0.2",
             summary="Drafts of the executor `simulated`, right by chance",
         ),
         ComponentSpec(

@@ -26,6 +26,7 @@ from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics, metrics_route
 from dovetail_server.middleware import ApiKeys, BrowserGuard, RequestLog
 from dovetail_server.parsers.registry import AnswerParsing
+from dovetail_server.plugin_routes import PluginRoutes
 from dovetail_server.preparing import Preparing
 from dovetail_server.routes import all_routes
 from dovetail_server.settings import ServerSettings
@@ -44,13 +45,17 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
+    added = PluginRoutes.of(settings.routes, frozenset(route.path for route in routes if isinstance(route, Route)))
+    routes += added.routes
+    middleware += added.middleware
     tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     batches = None
     if settings.batch_directory is not None:
         batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: http_exception}, lifespan=_lifespan)
     admission, parsing, preparing = Admission(engine, settings), AnswerParsing(engine, settings), Preparing(settings.max_body_bytes)
-    app.state.server = Server(engine, settings, admission, parsing, preparing, metrics, models, tracing, batches)
+    app.state.server = server = Server(engine, settings, admission, parsing, preparing, metrics, models, tracing, batches)
+    added.context.serve(server)
     app.state.draining = app.state.is_unsupervised = False
     app.state.batch_worker = None if batches is None else BatchWorker(app, batches, settings)
     return app

@@ -47,6 +47,11 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
         BatchStore(Path(server.batch_directory), server.max_stored_bytes)  # report an unusable folder early
     if server.otlp_traces_endpoint is not None:
         check_installed()  # report it early
+    if server.routes:
+        from dovetail.registry.registry import Registry
+
+        registry = Registry.discover()
+        server = server.model_copy(update={"routes": tuple(registry.routes_named(name).qualified_name for name in server.routes)})
     if in_process:
         from dovetail_server.one_process import serve_in_one_process
 

@@ -133,6 +133,9 @@ class ServerSettings(BaseModel):
     """Fields of requests that can't change what an answer means, such as `text.verbosity`: `ignore` them, naming them in the header
     `x-dovetail-ignored`, or `refuse` them with a 400."""
 
+    routes: tuple[str, ...] = ()
+    """Routes and middleware of installed plugins to add, by name, such as `haiku` or `dovetail-haiku:haiku`; `dovetail plugins list` shows them."""
+
     @field_validator("chat_template")
     @classmethod
     def _template_read(cls, given: str | None) -> str | None:

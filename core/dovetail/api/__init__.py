@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dovetail.api.attention import AttentionBackend
-    from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, hookimpl
+    from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec, hookimpl
     from dovetail.api.drafter import Drafter
     from dovetail.api.executor import Executor
     from dovetail.api.grammar import GrammarBackend
@@ -32,6 +32,7 @@ _HOMES = {
     "ModelArch": "model",
     "Observer": "observer",
     "QuantizationSpec": "component",
+    "RoutesSpec": "component",
     "Sampler": "sampler",
     "Scheduler": "scheduler",
     "hookimpl": "component",
@@ -49,6 +50,7 @@ __all__ = [
     "ModelArch",
     "Observer",
     "QuantizationSpec",
+    "RoutesSpec",
     "Sampler",
     "Scheduler",
     "hookimpl",

@@ -1,5 +1,5 @@
-"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the nine
-kinds.
+"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `RoutesSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker
+and the nine kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Declarations
 hold only strings and small values, so that declaring a component imports nothing heavy.
@@ -25,18 +25,18 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "scheduler": "0.4",
     "kv_cache": "0.4",
     "attention": "0.5",
-    "model": "0.3",
+    "model": "0.4",
     "sampler": "0.3",
     "grammar": "0.1",
     "executor": "0.7",
     "observer": "0.1",
-    "drafter": "0.1",
+    "drafter": "0.2",
 }
 
 hookimpl = pluggy.HookimplMarker("dovetail")
 
 _NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
-_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class NoOptions(BaseModel):
@@ -72,7 +72,7 @@ class ComponentSpec:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise wrong("name", self.name, "lower case letters and digits, joined by '-' or '_'")
         for what, value in (("target", self.target), ("options", self.options), ("request_extra", self.request_extra)):
-            if not (what != "target" and value is None) and not (isinstance(value, str) and _TARGET.fullmatch(value)):
+            if not (what != "target" and value is None) and not (isinstance(value, str) and TARGET.fullmatch(value)):
                 raise wrong(what, value, '"package.module:Class"')
         if not isinstance(self.api, str) or not re.fullmatch(r"\d+\.\d+", self.api):
             raise wrong("api", self.api, '"major.minor", like "0.1"')
@@ -86,18 +86,30 @@ class ComponentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandSpec:
-    """Subcommand that a plugin adds to `dovetail`. `target` is a `typer.Typer` app or a function, imported when called."""
-
+class _Offer:
     name: str
     target: str  # "package.module:app"
     summary: str = ""
 
     def __post_init__(self) -> None:
+        spec = type(self).__name__
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise PluginError(f"CommandSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
-        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
-            raise PluginError(f'CommandSpec {self.name!r}: target is {self.target!r}, expected "package.module:app"')
+            raise PluginError(f"{spec}: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+        if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
+            raise PluginError(f'{spec} {self.name!r}: target is {self.target!r}, expected "package.module:app"')
+        if not isinstance(self.summary, str) or "\n" in self.summary:
+            raise PluginError(f"{spec} {self.name!r}: summary is {self.summary!r}, expected one line of text")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec(_Offer):
+    """Subcommand that a plugin adds to `dovetail`. `target` is a `typer.Typer` app or a function, imported when called."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutesSpec(_Offer):
+    """Routes and middleware that `dovetail serve --route NAME` adds to the server. `target` is a function, called once in each front end with a
+    `dovetail.api.routes.RouteContext`. It returns Starlette's `Route`, `Mount`, `WebSocketRoute` and `Middleware` objects, in a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,7 @@ class BundledModel:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise PluginError(f"BundledModel: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
-        if not isinstance(self.package, str) or not _TARGET.fullmatch(f"{self.package}:x"):
+        if not isinstance(self.package, str) or not TARGET.fullmatch(f"{self.package}:x"):
             raise PluginError(f'BundledModel {self.name!r}: package is {self.package!r}, expected "package.module"')
         if not isinstance(self.path, str) or self.path.startswith("/") or ".." in self.path.split("/"):
             raise PluginError(f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the package")
@@ -135,7 +147,7 @@ class QuantizationSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise PluginError(f"QuantizationSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
-        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+        if not isinstance(self.target, str) or not TARGET.fullmatch(self.target):
             raise PluginError(f'QuantizationSpec {self.name!r}: target is {self.target!r}, expected "package.module:Class"')
         if not isinstance(self.summary, str) or "\n" in self.summary:
             raise PluginError(f"QuantizationSpec {self.name!r}: summary is {self.summary!r}, expected one line of text")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import BaseModel
 
@@ -52,12 +53,15 @@ class Drafter(ABC):
 
 
 class ModelDrafter(Drafter):
-    """Drafts come from a smaller model of the same vocabulary, which the executor runs. It draws with the target's noise, temperature and filters."""
+    """Drafts come from a smaller model of the same vocabulary, or a head, which the executor runs. It draws with the target's noise, temperature and
+    filters."""
+
+    head: ClassVar[str | None] = None  # "package.module:Class" of a `dovetail.api.draft_head.HeadArch`: `model` is a head. None: a whole model
 
     @property
     @abstractmethod
-    def model(self) -> str:
-        """A model's name or directory, as `model` in `engine.yaml`."""
+    def model(self) -> str | None:
+        """A model's name or directory, as `model` in `engine.yaml`. None: the head is in the checkpoint of the engine's model."""
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
         """Not called: the executor proposes."""

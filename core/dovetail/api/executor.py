@@ -87,7 +87,8 @@ class ExecutorConfig:
     quantization: str | None = None  # None: the checkpoint's; otherwise a `QuantizationRef.method`
     state_dtype: str = "float32"  # of recurrent states
     max_drafts: int = 0  # most drafts that a row checks in a step; 0: no speculation
-    draft_model: str | None = None  # directory of a model that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
+    draft_model: str | None = None  # directory of a model or head that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
+    draft_head: str | None = None  # "package.module:Class" of the head's `dovetail.api.draft_head.HeadArch`; None: `draft_model` is a whole model
     pooling: Mapping[str, Any] = field(default_factory=dict)  # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
     max_adapters: int = 0  # slots for LoRA adapters on the device; 0: none
     max_adapter_rank: int = 16
@@ -111,13 +112,15 @@ class ExecutorContext:
 class ExecutorCapabilities:
     """Features that an executor supports. `virtual_clock`: `collect` advances a `VirtualClock`. `logprobs`: it can return log-probabilities.
     `masks`: it implements `sample`; otherwise requests with a grammar are rejected. `samples`: it applies each row's sampling parameters; a
-    simulation sets it to False. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with it."""
+    simulation sets it to False. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with it. `draft_head`: also if that is a
+    head."""
 
     virtual_clock: bool = False
     logprobs: bool = True
     masks: bool = False
     samples: bool = True
     draft_model: bool = False
+    draft_head: bool = False
 
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]

@@ -58,9 +58,10 @@ class ParallelGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """Features that a model supports. `tensor_parallel`: it can be split over ranks."""
+    """Features that a model supports. `tensor_parallel`: it can be split over ranks. `taps`: what it builds is `Tapped`."""
 
     tensor_parallel: bool = True
+    taps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,20 @@ class CausalLM(Protocol):
 
     def weights(self) -> Iterable[WeightRule]:
         """Return the rules that map each tensor of a checkpoint to a parameter."""
+
+
+class Tapped(CausalLM, Protocol):
+    """`CausalLM` whose states between layers a draft head can read (see `dovetail.api.draft_head`)."""
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [tokens, hidden_size] that the first layer reads, of token_ids [tokens] int64."""
+
+    def forward_tapped(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the result of `forward`, and the states of *all* tokens at `taps`, which aren't empty, one after the other: [tokens,
+        taps * hidden_size]. A tap t from 0 to the number of layers - 1 is the residual stream after the first t layers; the number of layers is the
+        state after the last norm. Both are the same on every rank, and belong to the caller."""
 
 
 @runtime_checkable

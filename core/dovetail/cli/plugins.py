@@ -30,7 +30,7 @@ def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")] = False,
 ) -> None:
-    """List components, commands and quantizations of all plugins, and the plugins that failed or were denied."""
+    """List components, commands, routes and quantizations of all plugins, and the plugins that failed or were denied."""
     from dovetail.registry.registry import Registry
 
     registry = Registry.discover(enforce_require=False)
@@ -46,6 +46,7 @@ def list_plugins(
     rows = [("KIND", "NAME", "FROM", "SUMMARY")]
     rows += [(c.spec.kind, _name(c, registry), f"{c.plugin_id} {c.version}", _summary(c)) for c in registry.components()]
     rows += [("command", _name(command, registry), str(command.origin), command.spec.summary) for command in registry.commands()]
+    rows += [("routes", routes.qualified_name, str(routes.origin), routes.spec.summary) for routes in registry.routes()]
     rows += [("quantization", known.spec.name, str(known.origin), known.spec.summary) for known in registry.quantizations()]
     rows += [("bundled model", model.name, str(plugin.origin), "") for plugin in registry.plugins for model in plugin.models]
     print_table(rows, headed=True)
@@ -159,12 +160,14 @@ def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
     commands = [{**_origin(c.origin), "name": c.spec.name, "summary": c.spec.summary} for c in registry.commands()]
     models = [{**_origin(plugin.origin), "name": model.name} for plugin in registry.plugins for model in plugin.models]
     quantizations = [{**_origin(q.origin), "name": q.spec.name, "summary": q.spec.summary} for q in registry.quantizations()]
+    routes = [{**_origin(r.origin), "name": r.spec.name, "qualified_name": r.qualified_name, "summary": r.spec.summary} for r in registry.routes()]
     denied = [{**_origin(d.origin), "reason": d.reason} for d in registry.denied]
     return {
         "components": components,
         "commands": commands,
         "models": models,
         "quantizations": quantizations,
+        "routes": routes,
         "failures": failures,
         "denied": denied,
     }

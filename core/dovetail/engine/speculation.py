@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FIRST_ODDS = 0.6  # probability that a draft is accepted, before any was checked; counts as one check
-PRIOR_CHECKS = 2.0  # the weight of the odds of all requests in those of one
+PRIOR_CHECKS = 4.0  # the weight of the odds of all requests in those of one
 FORGETTING = 0.9  # for each proposal, the weight of a request's earlier ones
 FORGETTING_ALL = 0.99  # the same for those of all requests
 FORGETTING_UNTESTED = 0.99  # for each step in which a request could have checked drafts, but didn't
@@ -113,7 +113,7 @@ class Speculation:
         if self._thread is None and step.prefill_tokens and room < 1:
             return {}  # prompts took the budget: the next trial of a model's drafts may be far away
         drafts, odds = self._proposals(requests)
-        counts = self._best(requests, odds, [len(ids) for ids in drafts], room, num_lines, step.prefill_tokens)
+        counts = self._best(requests, odds, [len(ids) for ids in drafts], room, num_lines)
         if self._is_probing:
             self._is_probing = False
             counts = [int(bool(ids) and index < min(PROBED, room)) for index, ids in enumerate(drafts)]
@@ -257,15 +257,14 @@ class Speculation:
         lengths: Sequence[int],
         room: int,
         num_lines: int,
-        prefill_tokens: int = 0,
     ) -> list[int] | None:
         """Return how many drafts each of `requests` checks for the most tokens per second: at most its `lengths`, and `room` in all. None if a step
-        without drafts yields as many."""
+        without drafts yields as many. Prompts in the step don't count: they make it longer, and a draft no cheaper."""
         room, context = min(room, sum(lengths)), sum([request.num_computed for request in requests])
-        if self._is_measured and not prefill_tokens:  # the running fit may not have seen plain steps for long
+        if self._is_measured:  # the running fit may not have seen plain steps for long
             plain_s = float(_cost(self._costs, num_lines)) + self._context_s * context
         else:
-            plain_s = self._fit.estimate_s(prefill_tokens, len(requests), context)
+            plain_s = self._fit.estimate_s(0, len(requests), context)
         if room < 1 or plain_s <= 0.0:
             return None
         ahead = np.arange(1, max(lengths) + 1)
@@ -275,7 +274,7 @@ class Speculation:
             costs = _cost(self._costs, np.arange(num_lines, num_lines + room + 1))
             more_s = costs[1:] - costs[0]
         else:
-            more_s = np.arange(1, room + 1) * (self._fit.estimate_s(prefill_tokens, len(requests) + 1, context) - plain_s)
+            more_s = np.arange(1, room + 1) * (self._fit.estimate_s(0, len(requests) + 1, context) - plain_s)
         nth = order % len(ahead)  # of its request
         more_s = more_s + (1 + np.maximum.accumulate(nth)) * _cost(self._draft_costs, np.cumsum(nth == 0))  # by a draft model, one after the other
         rates = (num_lines + np.cumsum(gains[order])) / (plain_s + more_s + self._host_s + self._draft_s * len(requests))

@@ -205,8 +205,7 @@ def assemble(
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
     _check_sampler(config, parts)
     model_drafter = _make_model_drafter(config, parts)
-    draft_dir = None if model_drafter is None else _find("speculation.drafter", model_drafter.model, registry)
-    executor = _make_executor(config, parts, registry, model_dir, draft_dir, clock, progress)
+    executor = _make_executor(config, parts, registry, model_dir, model_drafter, clock, progress)
     frozen = gc.get_freeze_count()
     try:
         capacity = _start(executor, parts.executor.qualified_name)
@@ -259,6 +258,11 @@ def _find(key: str, name: str, registry: Registry) -> Path:
         raise type(error)(f"{key}: sought where models are: {error}") from error
 
 
+def _draft_dir(drafter: ModelDrafter, model_dir: Path, registry: Registry) -> Path:
+    """Return the directory of what drafts. Raises as `_find`."""
+    return model_dir if drafter.model is None else _find("speculation.drafter", drafter.model, registry)
+
+
 def _start(executor: Executor, name: str) -> Capacity:
     try:
         return executor.start()
@@ -284,15 +288,16 @@ def _make_executor(
     parts: Parts,
     registry: Registry,
     model_dir: Path,
-    draft_dir: Path | None,
+    drafter: ModelDrafter | None,
     clock: Clock,
     progress: Callable[[str, int, int], None] | None,
 ) -> Executor:
+    drafting = () if drafter is None else (_draft_dir(drafter, model_dir, registry), drafter.head)
     if not parts.executor.load().capabilities.virtual_clock:  # a simulation computes nothing, and needs no packages for it
         for part in (*parts.attention, parts.sampler):
             part.check_requires()
     context = ExecutorContext(
-        config=config.executor_config(model_dir, draft_dir),
+        config=config.executor_config(model_dir, *drafting),
         clock=clock,
         models=tuple(model.ref() for model in parts.models),
         attention=tuple(backend.ref() for backend in parts.attention),
@@ -338,10 +343,11 @@ def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | No
         return None
     if parts.executor.load().capabilities.virtual_clock:
         return None
-    if not parts.executor.load().capabilities.draft_model:
+    can, with_head = parts.executor.load().capabilities, parts.drafter.load().head is not None
+    if not (can.draft_head if with_head else can.draft_model):
         raise UnsupportedError(
-            f"speculation.drafter: {parts.drafter.qualified_name} drafts with a model, which executor {parts.executor.qualified_name} can't run: use "
-            "another drafter, such as `suffix`, or the executor `local`"
+            f"speculation.drafter: {parts.drafter.qualified_name} drafts with a {'head' if with_head else 'model'}, which executor "
+            f"{parts.executor.qualified_name} can't run: use another drafter, such as `suffix`, or the executor `local`"
         )
     drafter: ModelDrafter = parts.drafter.make(DrafterContext(0, config.speculation.max_drafts, 0))
     return drafter

@@ -195,9 +195,12 @@ def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str
 
 def _speculation(name: str) -> Argument:
     """vLLM's settings of speculative decoding."""
-    says = "methods `ngram`, `suffix` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields are options"
+    says = (
+        "methods `ngram`, `suffix`, `mtp`, `eagle3` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields "
+        "are options"
+    )
     taken = ({"method": "ngram", "num_speculative_tokens": 4}, {"method": "suffix"}, {"model": "demo-draft", "num_speculative_tokens": 4}, None)
-    refused = ("small", *({"method": method, "model": "m"} for method in ("eagle3", "mtp", "medusa")), {"model": "some/EAGLE3-head"})
+    refused = ("small", *({"method": method, "model": "m"} for method in ("eagle", "medusa")), {"model": "some/EAGLE-head"})
     return Argument(name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused)
 
 
@@ -226,7 +229,7 @@ def _pooler(name: str) -> Argument:
 
 
 _MACHINES, _LORA = planned("Several machines"), planned("LoRA adapters")
-_DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, or model. For others, {planned('Models that draft')}"
+_DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
 _POOLERS = "say it of this engine's pooling: pooling={'method': …, 'normalize': …}"
 _DECIDES = "the checkpoint decides what it can do, and each call says what to compute"
 _EXPERTS = planned("Mixture of experts")

@@ -10,6 +10,8 @@ from dovetail.errors import ConfigError
 _LOOKUP = ("ngram", "[ngram]")  # instead of a model's name
 _DRAFTER_FIELDS = {  # method -> field -> option of the drafter
     "draft_model": {"model": "model"},
+    "eagle3": {"model": "model"},
+    "mtp": {},
     "ngram": {"prompt_lookup_min": "min_match", "prompt_lookup_max": "max_match"},
     "suffix": {
         "suffix_decoding_max_tree_depth": "max_match",
@@ -28,7 +30,8 @@ def speculation_of(name: str, value: Any) -> Mapping[str, Any] | None:
         return None
     given = {key: one for key, one in value.items() if one is not None}
     method = given.pop("method", None) or _method_of(given.get("model"))
-    if method not in _DRAFTER_FIELDS or (method != "draft_model" and given.pop("model", "ngram") not in _LOOKUP):
+    method = "mtp" if isinstance(method, str) and method.endswith("_mtp") else method  # by families of models
+    if method not in _DRAFTER_FIELDS or (method in ("ngram", "suffix") and given.pop("model", "ngram") not in _LOOKUP):
         return None
     ours: dict[str, Any] = {}
     if (most := given.pop("num_speculative_tokens", None)) is not None:
@@ -47,6 +50,8 @@ def speculation_of(name: str, value: Any) -> Mapping[str, Any] | None:
 
 def _method_of(model: Any) -> str | None:
     """Return the method that `model` implies."""
+    if isinstance(model, str) and "eagle3" in model.lower():
+        return "eagle3"
     if not isinstance(model, str) or any(head in model.lower() for head in ("eagle", "medusa", "mtp", "mlp_speculator", "mlp-speculator")):
         return None
     return "ngram" if model in _LOOKUP else "draft_model"

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import pluggy
 
-from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec
+from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec
 
 hookspec = pluggy.HookspecMarker("dovetail")
 
@@ -83,6 +83,22 @@ def dovetail_quantizations() -> Iterable[QuantizationSpec]:
         @hookimpl
         def dovetail_quantizations():
             yield QuantizationSpec(name="tiny-bits", target="dovetail_fair.bits:TinyBits", summary="Weights of three bits")
+        ```
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def dovetail_routes() -> Iterable[RoutesSpec]:
+    """Return routes and middleware for the server. `dovetail serve --route NAME` adds those of one name; others are never imported.
+
+    Example:
+        ```python
+        from dovetail.api import RoutesSpec, hookimpl
+
+        @hookimpl
+        def dovetail_routes():
+            yield RoutesSpec(name="haiku", target="dovetail_haiku.routes:make", summary="POST /haiku")
         ```
     """
     raise NotImplementedError

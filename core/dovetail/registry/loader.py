@@ -13,13 +13,13 @@ import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from dovetail.api.component import ENTRY_POINT_GROUP, BundledModel, CommandSpec, ComponentSpec, QuantizationSpec
+from dovetail.api.component import ENTRY_POINT_GROUP, BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry import hookspecs
 from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, Phase, PluginFailure, PluginOrigin
 
 KEPT = 2**16  # characters of a plugin's output
-T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel, QuantizationSpec)
+T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel, QuantizationSpec, RoutesSpec)
 
 
 class Findings(NamedTuple):
@@ -106,11 +106,12 @@ def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
             commands = _collect(hooks.dovetail_commands, CommandSpec, lambda spec: f"command {spec.name!r}")
             models = _collect(hooks.dovetail_models, BundledModel, lambda model: f"model {model.name!r}")
             quantizations = _collect(hooks.dovetail_quantizations, QuantizationSpec, lambda spec: f"quantization {spec.name!r}")
+            routes = _collect(hooks.dovetail_routes, RoutesSpec, lambda spec: f"routes {spec.name!r}")
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too
             return PluginFailure(found.origin, phase, error, "".join(output), found.package)
-    return LoadedPlugin(found.origin, components, commands, models, quantizations, "".join(output))
+    return LoadedPlugin(found.origin, components, commands, models, quantizations, routes, "".join(output))
 
 
 def _register(module: Any, plugin_id: str) -> Any:

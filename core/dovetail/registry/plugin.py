@@ -9,7 +9,7 @@ from typing import Literal
 
 from packaging.utils import canonicalize_name
 
-from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec
+from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, RoutesSpec
 from dovetail.errors import DISTRIBUTION, describe_raised
 
 NAMESPACE = "dovetail"  # of the built-ins, as in `dovetail:fcfs`; their distribution is called `DISTRIBUTION`
@@ -72,6 +72,7 @@ class LoadedPlugin:
     commands: tuple[CommandSpec, ...] = ()
     models: tuple[BundledModel, ...] = ()
     quantizations: tuple[QuantizationSpec, ...] = ()
+    routes: tuple[RoutesSpec, ...] = ()
     output: str = ""
 
     def offers(self) -> Iterator[tuple[str, str]]:
@@ -80,6 +81,7 @@ class LoadedPlugin:
         yield from (("command", spec.name) for spec in self.commands)
         yield from (("bundled model", model.name) for model in self.models)
         yield from (("quantization", spec.name) for spec in self.quantizations)
+        yield from (("routes", spec.name) for spec in self.routes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dovetail.registry.doctor.metadata import hidden_plugins
 from dovetail.registry.loader import find_plugins, load_plugin
 from dovetail.registry.plugin import DeniedPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements
-from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent, ResolvedQuantization
+from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent, ResolvedQuantization, ResolvedRoutes
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import Where, did_you_mean
 
@@ -94,6 +94,25 @@ class Registry:
         """Return the ways of storing weights that plugins know, sorted by name and distribution."""
         known = [ResolvedQuantization(spec, plugin.origin) for plugin in self.plugins for spec in plugin.quantizations]
         return tuple(sorted(known, key=lambda q: (q.spec.name, q.origin)))
+
+    def routes(self) -> tuple[ResolvedRoutes, ...]:
+        """Return the routes that plugins offer to the server, sorted by name and distribution."""
+        known = [ResolvedRoutes(spec, plugin.origin) for plugin in self.plugins for spec in plugin.routes]
+        return tuple(sorted(known, key=lambda r: (r.spec.name, r.origin)))
+
+    def routes_named(self, name: str) -> ResolvedRoutes:
+        """Return the routes "haiku" or "distribution:haiku". Raises `PluginError` if there are none or several of that name."""
+        known = self.routes()
+        matches = [routes for routes in known if name in (routes.spec.name, routes.qualified_name)]
+        if len(matches) == 1:
+            return matches[0]
+        names = [each for routes in known for each in (routes.spec.name, routes.qualified_name)]
+        if matches:
+            raise PluginError(f"routes {name!r} are offered by {' and '.join(routes.qualified_name for routes in matches)}: write the name in full")
+        failed = "".join(f"\n  {failure}" for failure in self._missing)
+        raise PluginError(
+            f"unknown routes {name!r}{did_you_mean(name, names)}; installed: {', '.join(routes.qualified_name for routes in known) or 'none'}{failed}"
+        )
 
     def resolve(self, kind: Kind, name: str, options: Mapping[str, Any] | None = None, where: Where | None = None) -> ResolvedComponent:
         """Return the component of that name, "fcfs" or "distribution:fcfs", bound to the options from a config. A short name means the built-in, if

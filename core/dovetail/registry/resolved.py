@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import BaseModel, ValidationError
 
 from dovetail import api
-from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions, QuantizationSpec
+from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions, QuantizationSpec, RoutesSpec
 from dovetail.errors import DISTRIBUTION, MissingExtraError, PluginError
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
@@ -162,6 +162,20 @@ class ResolvedCommand(_Resolved):
     def load(self) -> Any:
         """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
         return import_target(self.spec.target, lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRoutes(_Resolved):
+    """A plugin's routes."""
+
+    spec: RoutesSpec
+
+    def __str__(self) -> str:
+        return f"routes {self.spec.name!r} of plugin {self.origin}"
+
+    def load(self) -> Any:
+        """Import and return the function that makes them. Raises `PluginError` with the plugin's name if the import fails."""
+        return import_target(self.spec.target, lambda what: PluginError(f"{self}: {what}"))
 
 
 def options_of(cls: type[Any]) -> type[BaseModel]:

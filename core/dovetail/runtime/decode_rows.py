@@ -16,15 +16,19 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.runtime.row_state import RowState
 
 
-def last_tokens(state: RowState, lines: Lines) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of the last tokens of lines [n], which may be padding, and the positions of these, [n] int64 each."""
+def last_tokens(state: RowState, lines: Lines, drafts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids of the last tokens of lines [n], which may be padding, and the positions of these, [n] int64 each. `drafts` [n] int32: those of
+    0 and above are the ids, and are written to the rows first."""
     if use_kernels(*lines):
         from dovetail.runtime import decode_rows_kernels as kernels
 
         with suppress(KernelUnavailable):
-            return kernels.last_tokens(state, lines)
+            return kernels.last_tokens(state, lines, drafts)
     positions = state.history.lengths(lines).long() - 1
-    return state.token_ids.view(-1)[lines.rows * state.row_width + positions].long(), positions
+    ids, places = state.token_ids.view(-1), lines.rows * state.row_width + positions
+    if drafts is not None:
+        ids[places] = torch.where(drafts >= 0, drafts, ids[places])
+    return ids[places].long(), positions
 
 
 def put_drafts(state: RowState, lines: Lines, positions: torch.Tensor, token_ids: torch.Tensor, vocab_size: int) -> None:

@@ -22,8 +22,10 @@ def _last_tokens(
     known,  # [max_rows + 1, width] int32
     num_known,  # [max_rows + 1] int32
     width,
+    drafts,  # [n] int32, with DRAFTS
     token_ids,
     positions,
+    DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_begin(PDL)
@@ -32,7 +34,12 @@ def _last_tokens(
     row = tl.load(rows + i)
     position = (tl.load(num_known + row) + tl.load(ahead + i)).to(tl.int64) - 1
     tl.store(positions + i, position)
-    tl.store(token_ids + i, tl.load(known + row * width + position).to(tl.int64))
+    token = tl.load(known + row * width + position)
+    if DRAFTS:
+        draft = tl.load(drafts + i)
+        tl.store(known + row * width + position, draft, mask=draft >= 0)
+        token = tl.where(draft >= 0, draft, token)
+    tl.store(token_ids + i, token.to(tl.int64))
 
 
 @triton.jit
@@ -72,12 +79,21 @@ def _append(
     tl.store(outputs + 2 * n + i, count.to(tl.int64))
 
 
-def last_tokens(state: RowState, lines: Lines) -> tuple[torch.Tensor, torch.Tensor]:
+def last_tokens(state: RowState, lines: Lines, drafts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     n, device = len(lines.rows), lines.rows.device
     token_ids, positions = torch.empty_like(lines.rows), torch.empty_like(lines.rows)
     if n:
         launch(_last_tokens, (n,))(
-            *lines, state.token_ids, state.num_tokens, state.row_width, token_ids, positions, num_warps=1, **pdl_options(device)
+            *lines,
+            state.token_ids,
+            state.num_tokens,
+            state.row_width,
+            lines.ahead if drafts is None else drafts,
+            token_ids,
+            positions,
+            DRAFTS=drafts is not None,
+            num_warps=1,
+            **pdl_options(device),
         )
     return token_ids, positions
 

@@ -76,7 +76,7 @@ class DraftPlan:
         if why:
             raise UnsupportedError(f"draft model {config.draft_model}: {'; '.join(why)}")
         first = 1 + max(spec.index for spec in target.specs)
-        return cls(plan, own, [_moved(spec, first) for spec in plan.specs])
+        return cls(plan, own, [moved(spec, first) for spec in plan.specs])
 
     def load(
         self,
@@ -91,17 +91,17 @@ class DraftPlan:
         first = self.specs[0].index - self.plan.specs[0].index
         scales = None if self.plan.cache_dtype is None else CacheScales(device)
 
-        def moved(spec: LayerSpec) -> AttentionLayer:
-            return make_layer(_moved(spec, first))
+        def make_moved(spec: LayerSpec) -> AttentionLayer:
+            return make_layer(moved(spec, first))
 
-        make = splitter.wrap(moved if scales is None else scales.wrap(moved))
+        make = splitter.wrap(make_moved if scales is None else scales.wrap(make_moved))
         model = load_model(self.plan, self.config, make, group, device, progress, environment)
         if scales is not None and self.config.load_format != "dummy":
             scales.read(self.config.model)
         return model
 
 
-def _moved(spec: LayerSpec, by: int) -> LayerSpec:
+def moved(spec: LayerSpec, by: int) -> LayerSpec:
     """Return `spec` with another index."""
     return replace(spec, index=spec.index + by, shares=None if spec.shares is None else spec.shares + by)
 

@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,8 @@ class Kind(Enum):
     DRAFT_NEXT = auto()  # the draft model's next draft of rows
     DRAFT_FIRST_FULL = auto()  # the same two with `Capture.FULL`
     DRAFT_NEXT_FULL = auto()
+    HEAD = auto()  # a draft of each of some rows by the draft head, with `Capture.TOKENS`
+    HEAD_FULL = auto()  # the same with `Capture.FULL`
     ADAPTED_MIXED = auto()  # steps in which any token has an adapter
     ADAPTED_DECODE = auto()
     ADAPTED_DECODE_FULL = auto()
@@ -68,6 +70,7 @@ class Kind(Enum):
 
 DECODE_KINDS = {Capture.TOKENS: Kind.DECODE, Capture.FULL: Kind.DECODE_FULL}
 DRAFT_KINDS = {Capture.TOKENS: (Kind.DRAFT_FIRST, Kind.DRAFT_NEXT), Capture.FULL: (Kind.DRAFT_FIRST_FULL, Kind.DRAFT_NEXT_FULL)}
+HEAD_KINDS = {Capture.TOKENS: Kind.HEAD, Capture.FULL: Kind.HEAD_FULL}
 ADAPTED_KINDS = {
     Kind.MIXED: Kind.ADAPTED_MIXED,
     Kind.DECODE: Kind.ADAPTED_DECODE,
@@ -75,6 +78,21 @@ ADAPTED_KINDS = {
     Kind.MODEL: Kind.ADAPTED_MODEL,
 }
 SAMPLING_KINDS = {Capture.TOKENS: Kind.SAMPLING, Capture.FULL: Kind.SAMPLING_FULL}
+
+
+class TappedStates(NamedTuple):
+    """States of a step's tokens [tokens], which may be padded, that a draft head reads (see `dovetail.api.model.Tapped`)."""
+
+    token_indices: torch.Tensor  # [tokens] int64: see `HostInputs`
+    positions: torch.Tensor  # [tokens] int64
+    states: torch.Tensor  # [tokens, taps * hidden]
+
+
+class ModelOutputs(NamedTuple):
+    """Results of the model in a step."""
+
+    hidden: torch.Tensor  # final states [any, hidden]
+    tapped: TappedStates | None = None  # of all tokens, if there is a draft head
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +105,30 @@ class StepParts:
     rows: RowState
     masks: MaskBuffer
     draft: Any = None  # the draft model, a CausalLM; None: there is none
+    head: Any = None  # the `RunningHead`; None: there is none
     generates: bool = True  # some steps sample
     adapters: StepAdapters | None = None  # of the model's layers; None: they have no bank
 
-    def states(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None, adapted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the model's hidden states, as `CausalLM.forward`. `adapted` [tokens] int64: the rows of the tokens, of a step with adapters."""
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        token_indices: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        adapted: torch.Tensor | None = None,
+    ) -> ModelOutputs:
+        """Run the model. The arguments are those of `CausalLM.forward`, and `token_indices` [tokens] as of `HostInputs`. `adapted` [tokens] int64:
+        the rows of the tokens, of a step with adapters."""
         if adapted is None or self.adapters is None:
-            plain: torch.Tensor = self.model(token_ids, positions, wanted)
-            return plain
+            return self._outputs(token_ids, token_indices, positions, wanted)
         with self.adapters.of_tokens(self.rows.device_adapters.index_select(0, adapted), wanted):
-            hidden: torch.Tensor = self.model(token_ids, positions, wanted)
-        return hidden
+            return self._outputs(token_ids, token_indices, positions, wanted)
+
+    def _outputs(self, token_ids: torch.Tensor, token_indices: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> ModelOutputs:
+        if self.head is None:
+            return ModelOutputs(self.model(token_ids, positions, wanted))
+        hidden, states = self.model.forward_tapped(token_ids, positions, wanted, self.head.taps)
+        return ModelOutputs(hidden, TappedStates(token_indices, positions, states))
 
     def sample(self, lines: Lines, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None) -> Sampled:
         """Sample a token for each of `lines` [n] and extend their rows. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden state of
@@ -177,15 +206,15 @@ class MixedSteps(Builder):
         self.parts.backend.plan(padding)
         return inputs
 
-    def run(self, inputs: MixedInputs) -> torch.Tensor:
-        """Return hidden states: of all tokens [size, hidden], or of wanted ones [most_wanted, hidden]."""
+    def run(self, inputs: MixedInputs) -> ModelOutputs:
+        """Return hidden states of all tokens [size, hidden], or of wanted ones [most_wanted, hidden]."""
         token_ids = self.parts.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         wanted = None if inputs.all_states else inputs.wanted
         rows = inputs.token_indices // self.parts.rows.row_width if self.adapted else None
-        hidden = self.parts.states(token_ids, inputs.positions, wanted, rows)
+        outputs = self.parts.run(token_ids, inputs.token_indices, inputs.positions, wanted, rows)
         if self.parts.draft is not None:
             self.parts.draft(token_ids, inputs.positions, wanted)
-        return hidden
+        return outputs
 
 
 class DecodeSteps(Builder):
@@ -205,10 +234,18 @@ class DecodeSteps(Builder):
         return inputs
 
     def run(self, inputs: DecodeInputs) -> Any:
-        """Return `Sampled`, or the hidden states [size, hidden]."""
-        token_ids, positions = map(settled, last_tokens(self.parts.rows, inputs.lines))
-        hidden = settled(self.parts.states(token_ids, positions, adapted=inputs.lines.rows if self.adapted else None))
-        return hidden if self._capture is None else self.parts.sample(inputs.lines, positions, hidden, self._capture)
+        """Return `Sampled`, or `ModelOutputs` with hidden states [size, hidden]."""
+        parts, lines = self.parts, inputs.lines
+        token_ids, positions = map(settled, last_tokens(parts.rows, lines, inputs.drafts))
+        indices = lines.rows * parts.rows.row_width + positions if parts.head is not None else positions
+        outputs = parts.run(token_ids, indices, positions, adapted=lines.rows if self.adapted else None)
+        hidden = settled(outputs.hidden)
+        if self._capture is None:
+            return outputs
+        sampled = parts.sample(lines, positions, hidden, self._capture)
+        if parts.head is not None:
+            parts.head.follow(outputs.tapped)
+        return sampled
 
 
 class SamplingSteps(Builder):
@@ -222,8 +259,8 @@ class SamplingSteps(Builder):
     @cached_property
     def _states(self) -> torch.Tensor:
         """[1, hidden] hidden state of padding, for its width and dtype."""
-        states: torch.Tensor = self._model.run(self._model.inputs(1))
-        return states
+        outputs: ModelOutputs = self._model.run(self._model.inputs(1))
+        return outputs.hidden
 
     def inputs(self, size: int) -> SamplingInputs:
         return SamplingInputs(size, self.parts.rows.max_rows, self._states)
@@ -259,6 +296,30 @@ class DraftSteps(Builder):
         return drafts
 
 
+class HeadSteps(Builder):
+    """One draft for each of `size` rows, by the draft head. A line of its inputs is one token short of the line that the draft follows: the head's
+    last position is that of the last token but one."""
+
+    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture) -> None:
+        super().__init__(kind, sizes, parts)
+        self._capture = capture
+        self.optional = capture is Capture.FULL
+
+    def inputs(self, size: int) -> DecodeInputs:
+        inputs = DecodeInputs(size, self.parts.rows)
+        self.parts.backend.plan(inputs.fill(NO_LINES, 0))
+        return inputs
+
+    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+        """Return the drafts [size] int64."""
+        positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
+        drafts: torch.Tensor = self.parts.head.draft(Lines(inputs.lines.rows, inputs.lines.ahead + 1), positions, self._sample)
+        return drafts
+
+    def _sample(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
+        return settled(self.parts.sampler.sample_captured(settled(logits), lines, self._capture).token_ids)
+
+
 def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) -> list[Builder]:
     """Return the kinds for steps of up to `most_tokens` tokens. Only graphs that include attention support shared prefixes."""
     sizes = padded_sizes(most_tokens)
@@ -288,13 +349,18 @@ def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     builders.append(SamplingSteps(Kind.SAMPLING, sizes, parts, Capture.TOKENS, model))
     if can.cuda_graph_full:
         builders.append(SamplingSteps(Kind.SAMPLING_FULL, few, parts, Capture.FULL, model))
-    return [*builders, *draft_builders(parts, most_lines)] if parts.draft is not None else builders
+    return [*builders, *draft_builders(parts, most_lines)]
 
 
 def draft_builders(parts: StepParts, most_lines: int) -> list[Builder]:
-    """Return the kinds for as many rows as can check a draft in a step of `most_lines` lines. The sampler can be captured."""
+    """Return the kinds of the draft model, or of the draft head, for as many rows as can check a draft in a step of `most_lines` lines; none without
+    either. The sampler can be captured."""
     sizes = half_of(row_sizes(max(1, min(parts.rows.max_rows, most_lines // 2))))
     captures = [capture for capture in DRAFT_KINDS if capture is Capture.TOKENS or parts.sampler.capabilities.cuda_graph_full]
+    if parts.head is not None:
+        return [HeadSteps(HEAD_KINDS[capture], sizes, parts, capture) for capture in captures]
+    if parts.draft is None:
+        return []
     return [DraftSteps(kind, sizes, parts, capture, lines) for capture in captures for kind, lines in zip(DRAFT_KINDS[capture], (2, 1), strict=True)]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dovetail.api.executor import Batch, Drafts
+from dovetail.runtime.draft_head import RunningHead
 from dovetail.runtime.draft_model import DraftModel
 from dovetail.runtime.graphs import Graphs, Kind
 from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, remove_rows
@@ -48,9 +49,9 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
 
 
 @torch.inference_mode()
-def draft_costs(runner: Runner, draft: DraftModel, drafts: int) -> tuple[tuple[int, float], ...]:
-    """Let the model propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by draft, the host's
-    work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
+def draft_costs(runner: Runner, draft: DraftModel | RunningHead, drafts: int) -> tuple[tuple[int, float], ...]:
+    """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by
+    draft, the host's work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
     rows, costs = runner.rows, list[tuple[int, float]]()
     most = min(rows.max_rows, rows.max_lines // (1 + drafts)) if 2 + drafts <= rows.max_len else 0
     for count in sorted({count for count in DRAFTING_ROWS if count < most} | {most} - {0}):

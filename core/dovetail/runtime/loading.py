@@ -126,13 +126,28 @@ def load_model(
         return make_attention(_within(plan.max_model_len, spec))
 
     context = BuildContext(parallel, plan.dtype, device, make_layer, plan.max_model_len, later, built_for, make_state)
-    module: torch.nn.Module = plan.arch.build(plan.config, context)
-    if plan.quantization is not None:
-        place_weights(module, plan.quantization, device)
+    model = plan.arch.build(plan.config, context)
+    return load_into(model, plan.quantization, config, device, progress, elsewhere=plan.pooling.owns)
+
+
+def load_into(
+    module: torch.nn.Module,
+    quantization: Quantization | None,
+    config: ExecutorConfig,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    partly: bool = False,
+    elsewhere: Callable[[str], bool] = lambda _: False,
+) -> torch.nn.Module:
+    """Load the weights of `module`, a `CausalLM` or a draft head, as `load_model` does, and return it. `quantization`: the format of those that were
+    left for later. `partly`, `elsewhere`: as of `load_weights`."""
+    if quantization is not None:
+        place_weights(module, quantization, device)
     if isinstance(module, LoadsItself):
         module.load_checkpoint(None if config.load_format == "dummy" else Path(config.model), config.seed)
     elif config.load_format == "dummy":
         dummy_weights(module, config.seed)
     else:
-        load_weights(module, config.model, progress, elsewhere=plan.pooling.owns)
+        load_weights(module, config.model, progress, partly=partly, elsewhere=elsewhere)
     return module.eval()

@@ -158,6 +158,8 @@ def read_config(model_dir: str | Path) -> Any:
         raise ModelLoadError(f"{path}: no such file; a model is a directory with config.json and safetensors files")
     _refuse(path.parent, _BESIDE_A_CONFIG)
     raw = read_json_object(path)
+    if kind := raw.get("speculators_model_type"):
+        raise UnsupportedError(f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of `speculation.drafter`")
     if "model_type" not in raw:
         raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
     for key, value in raw.items():

@@ -101,7 +101,7 @@ class RowState:
         return self.waste_page * self.block_tokens
 
     def update(self, batch: Batch) -> None:
-        """Apply removed rows, added rows and new pages, and write drafts after the known tokens. Raises `DovetailError` if they don't fit."""
+        """Apply removed rows, added rows and new pages. Raises `DovetailError` if they, or the batch's drafts, don't fit."""
         self._check_added(batch.added)
         if len(batch.removed):
             self.known[batch.removed] = self.computed[batch.removed] = 0
@@ -112,11 +112,13 @@ class RowState:
                 new = batch.new_pages if len(self._tables_of) == 1 else batch.new_pages[batch.new_pages[:, 0] == group]
                 if len(new):
                     self._append_pages(group, tables, new[:, 1].astype(np.int64), new[:, 2])
-        if batch.drafts is not None:
-            self.check(batch)
-            changes.append(self._drafted(batch.rows.astype(np.int64), batch.drafts))
         if changes or len(self._unsent) > MOST_UNSENT:
             self._send(changes)
+
+    def put_drafts(self, rows: NDArray[np.int32], drafts: Drafts) -> None:
+        """Write drafts after the known tokens of `rows` [b]. Those of recorded steps come with their inputs."""
+        starts = self._token_ids_at + rows.astype(np.int64) * self.row_width + self.known[rows]
+        self._send([(ranges(starts, drafts.counts), drafts.token_ids)])
 
     def check(self, batch: Batch) -> None:
         """Raise `DovetailError` that names a request with too few tokens or blocks for the batch, or says what is wrong with its drafts."""
@@ -199,9 +201,6 @@ class RowState:
         if batch.num_lines.sum() > self.max_lines:
             raise DovetailError(f"step {batch.step} samples {batch.num_lines.sum()} lines; there is memory for {self.max_lines}")
         return counts
-
-    def _drafted(self, rows: Int64, drafts: Drafts) -> Change:
-        return ranges(self._token_ids_at + rows * self.row_width + self.known[rows], drafts.counts), drafts.token_ids
 
     def _add(self, added: tuple[NewRow, ...]) -> list[Change]:
         rows = np.array([new.row for new in added], np.int64)

@@ -24,8 +24,9 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.token_masks import mask_tokens
 from dovetail.runtime.adapters import AdapterBank, load_adapters
 from dovetail.runtime.decode_rows import append, last_tokens
+from dovetail.runtime.draft_head import RunningHead
 from dovetail.runtime.draft_model import DraftModel, are_mixed
-from dovetail.runtime.graphs import Graph, Graphs, StepParts
+from dovetail.runtime.graphs import Graph, Graphs, ModelOutputs, StepParts, TappedStates
 from dovetail.runtime.kv_pool import KVPool
 from dovetail.runtime.mask_buffer import MaskBuffer, masks_of_lines
 from dovetail.runtime.pooler import PooledResult, Pooler
@@ -98,6 +99,7 @@ class PendingStep:
     masked: NDArray[np.int64] | None = None  # [n] the lines' rows in the masks, or -1; None: no line is masked
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     pooled: dict[int, PooledResult] = field(default_factory=dict)  # by index in the batch
+    tapped: tuple[TappedStates, int | None] | None = None  # for the draft head, once the tokens are sampled: arguments of `RunningHead.follow`
     unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and the indices of the lines'
     ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
@@ -139,7 +141,7 @@ class Runner:
         rows: RowState,
         clock: Clock,
         vocab_size: int,
-        draft: DraftModel | None = None,
+        draft: DraftModel | RunningHead | None = None,
         pooler: Pooler | None = None,
     ) -> None:
         self.model: Any = model  # a CausalLM
@@ -158,10 +160,14 @@ class Runner:
     @property
     def parts(self) -> StepParts:
         """Objects from which graphs of its steps are built."""
-        draft = None if self.draft is None else self.draft.model
+        draft = self.draft.model if isinstance(self.draft, DraftModel) else None
         generates = self.pooler is None or self.pooler.plan.capacity.generates
         adapters = None if self.adapters is None else self.adapters.step
-        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, generates, adapters)
+        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, self._head, generates, adapters)
+
+    @property
+    def _head(self) -> RunningHead | None:
+        return self.draft if isinstance(self.draft, RunningHead) else None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -175,10 +181,12 @@ class Runner:
         proposes = self.draft is not None and batch.drafts is not None
         if graphs is not None or proposes:
             self._tell_sampler(batch, pending)
-        if self.draft is not None and batch.drafts is not None:
-            self.draft.propose(batch.drafts, batch.rows, self.graphs)
         if graphs is not None:
             graph = graphs.for_decode(pending.lines.rows, self._worth_sharing(batch), late=batch.late, adapted=self._is_adapted(batch))
+        if batch.drafts is not None and graph is None:
+            self.rows.put_drafts(batch.rows, batch.drafts)
+        if self.draft is not None and batch.drafts is not None:
+            self.draft.propose(batch.drafts, batch.rows, self.graphs)
         if graphs is not None and graph is not None:
             self._replay(graphs, graph, batch, pending)
         else:
@@ -189,6 +197,8 @@ class Runner:
                 pending.unsampled = hidden, last_indices
             elif len(last_indices):
                 self._sample(last_indices, hidden, pending)
+            if not batch.late:
+                self._follow(pending)
         if batch.drafts is None:  # otherwise `collect` does
             self.rows.advance(batch.rows, batch.num_tokens)
         if not batch.late:
@@ -207,6 +217,7 @@ class Runner:
             self.masks.send(masks)
             pending.masked = masks_of_lines(masks, len(pending.lines.rows))
         self._sample(last_indices, hidden, pending)
+        self._follow(pending)
         self._close(pending)
 
     @contextmanager
@@ -217,6 +228,12 @@ class Runner:
             yield
         finally:
             self.graphs = graphs
+
+    def _follow(self, pending: PendingStep) -> None:
+        """Let the draft head follow a step whose tokens are sampled, unless it has done so in a graph."""
+        if (head := self._head) is not None and pending.tapped is not None:
+            head.follow(*pending.tapped)
+            pending.tapped = None
 
     def _close(self, pending: PendingStep) -> None:
         """Finish submitting: the whole step is enqueued; on a CPU, computed. How many tokens rows with drafts get is known to `collect`."""
@@ -252,7 +269,7 @@ class Runner:
                 logprobs = HostLogprobs(logprobs.token_ids[yielded], logprobs.logprobs[yielded], logprobs.ranks[yielded])
             self.rows.known[batch.rows] += counts
             self.rows.advance(batch.rows, np.where(batch.drafts.counts > 0, counts, batch.num_tokens))
-            if self.draft is not None:
+            if isinstance(self.draft, DraftModel):
                 self.draft.collected(batch.rows)
         failed = {int(sampling[index]): "the model's hidden state holds NaN" for index in np.flatnonzero(broken)}
         pooled = {index: pooled_result.value() for index, pooled_result in pending.pooled.items()}
@@ -291,22 +308,25 @@ class Runner:
         if pools is not None:
             wanted = np.concatenate([last_indices, pools.tokens])
             all_states = all_states or pools.all_states or len(wanted) > self.rows.max_lines
-        draft = self.draft if (batch.num_tokens > num_lines).any() else None
+        draft_model = self.draft if isinstance(self.draft, DraftModel) else None
+        draft = draft_model if (batch.num_tokens > num_lines).any() else None
         adapted = self._is_adapted(batch)
         graph = None if graphs is None else graphs.for_model(host.num_tokens, shared_blocks, all_states=all_states, adapted=adapted)
         if graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted)
-            hidden = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
-            all_states, draft = graph.inputs.all_states, self.draft  # these graphs run it
+            outputs = graphs.replay(graph, host.attention_batch(self.rows, inputs, shared_blocks, mixed_graph=graph.whole))
+            all_states, draft = graph.inputs.all_states, draft_model  # these graphs run it
         else:
             inputs = host.to_device(self.rows)
             if self.rows.states is not None:
                 self._plan_states(self.rows.states, batch, inputs)
             self.backend.plan(host.attention_batch(self.rows, inputs, shared_blocks))
             all_states = all_states or len(wanted) == host.num_tokens
-            hidden = self._launch_model(inputs, None if all_states else wanted, None if draft is None else draft.model, adapted=adapted)
+            outputs = self._launch_model(inputs, None if all_states else wanted, None if draft is None else draft.model, adapted=adapted)
         if draft is not None:
             draft.computed(batch)
+        hidden, tapped = outputs
+        pending.tapped = None if tapped is None else (tapped, host.num_tokens)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
         if self.pooler is not None and pools is not None:
             pending.pooled = self.pooler.pool(pools, hidden, pools.tokens if all_states else np.arange(len(last_indices), len(wanted)))
@@ -324,18 +344,18 @@ class Runner:
             states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
         states.steps.plan(states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at))
 
-    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any, *, adapted: bool) -> torch.Tensor:
-        """Return hidden states [tokens, hidden]; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that
-        stores its K and V of all tokens, or None. `adapted`: tokens have adapters."""
+    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any, *, adapted: bool) -> ModelOutputs:
+        """Return hidden states of all tokens; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that stores
+        its K and V of all tokens, or None. `adapted`: tokens have adapters."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
             wanted = np.array([len(token_ids) - 1])  # no row samples or pools, but models require at least one token
         device_wanted = None if wanted is None else to_device(wanted, self.device)
         rows = inputs.token_indices // self.rows.row_width if adapted else None
-        hidden = self.parts.states(token_ids, inputs.positions, device_wanted, rows)
+        outputs = self.parts.run(token_ids, inputs.token_indices, inputs.positions, device_wanted, rows)
         if draft is not None:
             draft(token_ids, inputs.positions, device_wanted)
-        return hidden
+        return outputs
 
     def _is_plain_decode(self, batch: Batch) -> bool:
         """Return True if every row computes a token for each line, and has one, so that a graph can replay the step if it supports the rows'
@@ -348,7 +368,8 @@ class Runner:
         order = np.argsort(-self.rows.known[pending.lines.rows], kind="stable")  # a row's lines stay neighbours
         outputs = graphs.replay(graph, graph.inputs.fill(pending.lines.sorted(order), self._worth_sharing(batch)))
         if batch.late:
-            pending.unsampled = outputs, np.argsort(order)
+            pending.unsampled = outputs.hidden, np.argsort(order)
+            pending.tapped = None if outputs.tapped is None else (outputs.tapped, None)
             return
         self._fetch(outputs, pending, order)
 
@@ -387,8 +408,7 @@ class Runner:
         if batch.adapters or any(new.adapter for new in batch.added):
             load_adapters(self.adapters, batch)
         self.rows.update(batch)
-        if batch.drafts is None:  # which `update` checks
-            self.rows.check(batch)
+        self.rows.check(batch)
         if self.draft is not None:
             self.draft.begin(batch)
             if batch.drafts is not None and are_mixed(batch.drafts):
@@ -417,7 +437,7 @@ class Runner:
             graph.inputs.fill(hidden, host_indices, host_lines, pending.masked)
             self._fetch(graphs.replay(graph), pending)
             return
-        rows, ahead, indices = all_to_device([*host_lines, host_indices], self.device)
+        rows, ahead, indices = all_to_device([host_lines.rows, host_lines.ahead, host_indices], self.device)
         last, lines = hidden.index_select(0, indices), Lines(rows, ahead)  # [n, hidden]
         sampled = self._draw(self.model.logits(last), lines, host_lines.rows, pending.masked)
         self._fetch(Sampled(append(self.rows, lines, last_tokens(self.rows, lines)[1], sampled.token_ids, last)), pending)

@@ -27,6 +27,7 @@ class HostLines(NamedTuple):
 
     rows: Int64  # [n]
     ahead: Int32  # [n] drafts of its row before each
+    drafts: Int32 | None = None  # [n] drafts that are the lines' last tokens, if they aren't in the rows yet; -1, or None for all: they are
 
     @classmethod
     def of(cls, batch: Batch) -> HostLines:
@@ -34,11 +35,14 @@ class HostLines(NamedTuple):
         rows = batch.rows.astype(np.int64).repeat(counts)
         if batch.drafts is None:
             return cls(rows, np.zeros(len(rows), np.int32))
-        return cls(rows, ranges(0, counts).astype(np.int32))
+        ahead = ranges(0, counts).astype(np.int32)
+        drafts = np.full(len(rows), -1, np.int32)
+        drafts[ahead > 0] = batch.drafts.token_ids
+        return cls(rows, ahead, drafts)
 
     def sorted(self, order: Int64) -> HostLines:
         """Return the lines at the indices `order` [n]."""
-        return HostLines(self.rows[order], self.ahead[order])
+        return HostLines(self.rows[order], self.ahead[order], None if self.drafts is None else self.drafts[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +214,8 @@ class DecodeInputs:
         self.size, self._state = size, state
         numbers, small, table = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(TABLE_ENTRIES, np.int32)
         self._waste = state.waste_slots[:, None]
-        self._mirror = Mirror([numbers, small, self._waste.repeat(size, 1), small, table], state.device)
-        rows, ahead, self._slots, self._kv_lens, self._table = self._mirror.tensors
+        self._mirror = Mirror([numbers, small, self._waste.repeat(size, 1), small, small - 1, table], state.device)
+        rows, ahead, self._slots, self._kv_lens, self.drafts, self._table = self._mirror.tensors
         self.lines = Lines(rows, ahead)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
 
@@ -220,12 +224,13 @@ class DecodeInputs:
         are copied with the other inputs if they fit, otherwise gathered on the device."""
         state, count, host_rows = self._state, len(lines.rows), lines.rows
         kv_lens = state.known[host_rows] + lines.ahead
-        all_rows, all_ahead, all_slots, all_lens, blocks = self._mirror.arrays
+        all_rows, all_ahead, all_slots, all_lens, all_drafts, blocks = self._mirror.arrays
         for array, own, padding in (
             (all_rows, host_rows, state.max_rows),
             (all_ahead, lines.ahead, 0),
             (all_slots, state.slots(host_rows, kv_lens - 1), self._waste),
             (all_lens, kv_lens, 0),
+            (all_drafts, -1 if lines.drafts is None else lines.drafts, -1),
         ):
             array[..., :count], array[..., count:] = own, padding
         width = -(-int(kv_lens.max(initial=1)) // state.block_size)

@@ -103,6 +103,11 @@ def read_rows(directory: str | Path, names: Sequence[str], rows: Sequence[int]) 
         return found
 
 
+def tensor_names(directory: str | Path) -> frozenset[str]:
+    """Return the names of a checkpoint's tensors. Raises `ModelLoadError` as `load_weights` does."""
+    return frozenset(_tensor_files(Path(directory)))
+
+
 def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
     """Return the rules, with one per stored tensor for weights in another format, instead of one for the plain weight."""
     for rule in rules:

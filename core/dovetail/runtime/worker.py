@@ -21,6 +21,7 @@ from dovetail.nn.moe import Experts
 from dovetail.runtime.adapters import AdapterBank
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
+from dovetail.runtime.draft_head import HeadPlan, RunningHead
 from dovetail.runtime.draft_model import DraftModel, DraftPlan
 from dovetail.runtime.graphs import Graphs
 from dovetail.runtime.kv_pool import KVPool, kv_layout, pool_pages
@@ -70,7 +71,11 @@ class Worker:
             raise UnsupportedError("speculation: this model has recurrent layers, whose states can't take back a rejected draft")
         if config.max_drafts and not plan.pooling.capacity.generates:
             raise UnsupportedError("speculation: this model generates nothing: it makes embeddings or scores")
-        drafting = DraftPlan.of(config, plan, self.context.models, self.group, device, self.context.quantizations)
+        drafting: DraftPlan | HeadPlan | None
+        if config.draft_head is not None:
+            drafting = HeadPlan.of(config, plan, self.group)
+        else:
+            drafting = DraftPlan.of(config, plan, self.context.models, self.group, device, self.context.quantizations)
         specs = plan.specs if drafting is None else [*plan.specs, *drafting.specs]
         chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
@@ -98,7 +103,10 @@ class Worker:
         runner.pooler = load_pooler(plan.pooling, plan.vocab_size, hidden_size, runner.rows, seed)
         if config.max_adapters:
             runner.adapters = AdapterBank(model, config.max_adapters, config.max_adapter_rank, plan.dtype, device)
-        if drafting is not None:
+        if isinstance(drafting, HeadPlan):
+            head = drafting.load(model, bound, self.group, device, told, environment)
+            runner.draft = RunningHead(head, drafting.arch, plan.dtype, chosen.backend, runner.sampler, runner.rows)
+        elif drafting is not None:
             draft = drafting.load(splitter, bound, self.group, device, told, environment)
             runner.draft = DraftModel(draft, drafting.specs, chosen.backend, runner.sampler, runner.rows, config.max_num_batched_tokens)
         if device.type == "cuda":

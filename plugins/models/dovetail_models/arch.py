@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
+from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
 from dovetail.runtime.model_files import model_length
 from dovetail_models.decoder import Decoder, DecoderShape
@@ -93,6 +93,7 @@ class DecoderArch(ModelArch):
     rejected by name; users who know that it has no effect can remove it from config.json.
     """
 
+    capabilities = ModelCapabilities(taps=True)
     model_type: str  # of transformers' config
     handled: frozenset[str] = frozenset()
     activation_field = "hidden_act"

@@ -120,12 +120,13 @@ class DecoderShape:
 class Attention(nn.Module):
     """Attention over all earlier tokens of the same row, or those in a window."""
 
-    def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
+    def __init__(self, index: int, shape: DecoderShape, context: BuildContext, inputs: int | None = None) -> None:
+        """`inputs`: width of what q, k and v are projected from; None: the stream's."""
         super().__init__()
         hidden, size, shares = shape.hidden_size, shape.head_size, shape.shares is not None
         self.shape = shape
         kv_heads = 0 if shares else shape.kv_heads
-        self.qkv_proj = QKVParallelLinear(hidden, shape.heads, kv_heads, size, context, bias=shape.qkv_bias, gated=shape.gated)
+        self.qkv_proj = QKVParallelLinear(inputs or hidden, shape.heads, kv_heads, size, context, bias=shape.qkv_bias, gated=shape.gated)
         self.o_proj = RowParallelLinear(shape.heads * size, hidden, context, bias=shape.output_bias)
         spec = shape.layer_spec(index, context.parallel)
         self.qk_norm: QKNorm | None = None
@@ -139,15 +140,22 @@ class Attention(nn.Module):
             self.sinks = Weight((spec.heads,), {None: own}, context)
             self.attn.bind_sinks(self.sinks)
 
-    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
-        qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.shape.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
+    def store(self, x: torch.Tensor | Residual, norm: RMSNorm | None, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Store K and V of x [tokens, inputs]. Returns q [tokens, heads, head_size], and the gate of attention's output, if there is one."""
+        qkv = self.qkv_proj(x, norm).view(len(x), -1, self.shape.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
         gate = None
         if self.shape.gated:
             qkv, gate = qkv.tensor_split((-self.attn.spec.heads,), dim=1)
         if self.shape.v_norm and self.shape.shares is None:
             v = qkv[:, -self.attn.spec.kv_heads :]
             v.copy_(F.rms_norm(v, v.shape[-1:], None, self.shape.norm_eps))
-        q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
+        return rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn), gate
+
+    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
+        self.attend(residual, *self.store(residual, norm, rotation), wanted)
+
+    def attend(self, residual: Residual, q: torch.Tensor, gate: torch.Tensor | None, wanted: torch.Tensor | None = None) -> None:
+        """Add to the stream what `store` returned q and gate for; reduced to the tokens that are wanted."""
         out = self.attn.attend(q)
         out = out.flatten(1) if gate is None else sigmoid_mul(out.flatten(1), gate.flatten(1))
         if wanted is not None:
@@ -293,6 +301,10 @@ class Block(nn.Module):
         self.attention.add_to(residual, self.input_norm, rotations[self.rope], wanted)
         self.mlp.add_to(residual, self.mlp_norm)
 
+    def store(self, residual: Residual, rotations: Sequence[Rotation]) -> None:
+        """Store K and V only."""
+        self.attention.store(residual, self.input_norm, rotations[self.rope])
+
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Yield the rules for tensors whose names begin with `prefix`."""
         after = [getattr(part, "output_norm", None) for part in (self.attention, self.mlp)]
@@ -312,7 +324,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.num_layers, self.hidden_size = shape, shape.num_layers, shape.hidden_size
         self.embedding = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context)
         self.embedding_scale = rounded(shape.embedding_scale, context)
         max_len = context.max_len or shape.max_len
@@ -326,10 +338,29 @@ class Decoder(nn.Module):
         return Block(index, self.shape, context)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        residual, rotations = Residual(self.embed(token_ids)), [rotary(positions) for rotary in self.rotaries]
-        for index, block in enumerate(self.blocks):
-            block.add_to(residual, rotations, wanted if index == self.last_mixer else None)
-        return residual.normed(self.norm)
+        return self.forward_tapped(token_ids, positions, wanted, ())[0]
+
+    def forward_tapped(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, rotations = self.embed(token_ids), [rotary(positions) for rotary in self.rotaries]
+        adders = self.adders(token_ids, x)
+        residual = Residual(x)  # changes x
+        tapped, reduced = dict[int, torch.Tensor](), wanted if not taps or max(taps) <= self.last_mixer else None
+        for index, add_to in enumerate(adders):
+            if index in taps:
+                tapped[index] = residual.summed().clone()
+            add_to(residual, rotations, reduced if index == self.last_mixer else None)
+        hidden = residual.normed(self.norm)
+        if not taps:
+            return hidden, hidden
+        tapped[len(self.blocks)] = hidden
+        states = tapped[taps[0]] if len(taps) == 1 else torch.cat([tapped[tap] for tap in taps], dim=1)
+        return hidden if wanted is None or reduced is not None else hidden.index_select(0, wanted), states
+
+    def adders(self, token_ids: torch.Tensor, x: torch.Tensor) -> Sequence[Callable[[Residual, Sequence[Rotation], torch.Tensor | None], None]]:
+        """Return the `add_to` of each block, for tokens with the embeddings x [tokens, hidden]."""
+        return [block.add_to for block in self.blocks]
 
     @property
     def last_mixer(self) -> int:
@@ -349,7 +380,7 @@ class Decoder(nn.Module):
     def weights(self) -> Iterator[WeightRule]:
         """Yield the rules for tensors of a Hugging Face checkpoint. A tied head shares the embedding's weight, under either name or both."""
         for rule in self.rules():
-            yield replace(rule, transform=_one_plus) if self.is_around_one(rule) else rule
+            yield replace(rule, transform=one_plus) if self.is_around_one(rule) else rule
 
     def is_around_one(self, rule: WeightRule) -> bool:
         """Return True if the checkpoint has w for a norm that multiplies by 1 + w."""
@@ -371,5 +402,5 @@ def rounded(number: float, context: BuildContext) -> float:
     return float(torch.tensor(number, dtype=context.dtype))
 
 
-def _one_plus(weight: torch.Tensor) -> torch.Tensor:
+def one_plus(weight: torch.Tensor) -> torch.Tensor:
     return 1 + weight

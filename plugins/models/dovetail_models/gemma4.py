@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from dovetail.nn.linear import ReplicatedLinear
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import whole
 from dovetail.nn.residual import Residual
-from dovetail.nn.rotary import rope_from_config
+from dovetail.nn.rotary import Rotation, rope_from_config
 from dovetail_models.arch import layer_type_reasons, shape_fields, windows_by_layer_type
 from dovetail_models.decoder import Block, Decoder, DecoderShape, rounded
 from dovetail_models.gemma import GemmaArch, ropes_reasons_against
@@ -141,10 +142,14 @@ class Gemma4Block(Block):
             self.projection = ReplicatedLinear(decoder.input_size, decoder.hidden_size, context)
             self.projection_norm = decoder.norm(context)
 
-    def add_inputs_to(self, residual: Residual, inputs: torch.Tensor | None) -> None:
+    def add_to(
+        self, residual: Residual, rotations: Sequence[Rotation], wanted: torch.Tensor | None = None, inputs: torch.Tensor | None = None
+    ) -> None:
         """`inputs` [tokens, input_size]: those of this layer."""
+        super().add_to(residual, rotations, wanted)
         if inputs is not None:
-            gated = self.activation(self.gate(residual.summed())) * inputs
+            own = inputs if wanted is None else inputs.index_select(0, wanted)
+            gated = self.activation(self.gate(residual.summed())) * own
             residual.add_parts(self.projection_norm(self.projection(gated))[None])
         residual.summed().mul_(self.scalar)
 
@@ -168,18 +173,10 @@ class Gemma4Decoder(Decoder):
     def block(self, index: int, context: BuildContext) -> Block:
         return Gemma4Block(index, self.shape, context)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        x, rotations = self.embed(token_ids), [rotary(positions) for rotary in self.rotaries]
-        inputs: Sequence[torch.Tensor | None] = [None] * len(self.blocks) if self.inputs is None else list(self.inputs(token_ids, x))
-        residual = Residual(x)  # changes x
-        *earlier, last = zip(self.blocks, inputs, strict=True)
-        for block, own in earlier:
-            block.add_to(residual, rotations)
-            block.add_inputs_to(residual, own)
-        block, own = last
-        block.add_to(residual, rotations, wanted)
-        block.add_inputs_to(residual, own if own is None or wanted is None else own.index_select(0, wanted))
-        return residual.normed(self.norm)
+    def adders(self, token_ids: torch.Tensor, x: torch.Tensor) -> Sequence[Callable[[Residual, Sequence[Rotation], torch.Tensor | None], None]]:
+        if self.inputs is None:
+            return super().adders(token_ids, x)
+        return [partial(block.add_to, inputs=own) for block, own in zip(self.blocks, self.inputs(token_ids, x), strict=True)]
 
     def rules(self) -> Iterator[WeightRule]:
         yield from super().rules()

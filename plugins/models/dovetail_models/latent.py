@@ -9,7 +9,7 @@ sum of weighted latents. So a layer has one K of kv_rank + rope numbers a token,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,24 +67,31 @@ class LatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(heads * shape.value, hidden, context, bias=bias)
         self.attn = context.make_attention(spec)
 
-    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
+    def store(self, residual: Residual, norm: RMSNorm, rotation: Rotation) -> torch.Tensor:
+        """Store the latents. Returns the queries [tokens, heads, kv_rank + rope]."""
         shape, rank = self.shape, self.shape.kv_rank
         q, latent, k_rope = torch.split(self.down_proj(residual, norm), self.widths, dim=1)
         if self.q_norm is not None and self.q_up_proj is not None:
             q = self.q_up_proj(self.q_norm(q.contiguous()))
         q_plain, q_rope = torch.split(q.view(len(q), self.heads, -1), [shape.plain, shape.rope], dim=2)
-        up_k, up_v = torch.split(self.kv_up.view(self.heads, -1, rank), [shape.plain, shape.value], dim=1)  # [heads, plain or value, kv_rank]
         query = q.new_empty(len(q), self.heads, rank + shape.rope)
-        query[..., :rank] = torch.bmm(q_plain.transpose(0, 1), up_k).transpose(0, 1)
+        query[..., :rank] = torch.bmm(q_plain.transpose(0, 1), self._ups()[0]).transpose(0, 1)
         query[..., rank:] = self._rotated(q_rope, rotation)
         k = torch.cat((self.kv_norm(latent.contiguous()), self._rotated(k_rope[:, None], rotation)[:, 0]), dim=1)
         self.attn.write(k[:, None], None)
-        out = self.attn.attend(query)  # [tokens, heads, kv_rank]
+        return query
+
+    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
+        out = self.attn.attend(self.store(residual, norm, rotation))  # [tokens, heads, kv_rank]
         if wanted is not None:
             residual.keep(wanted)
             out = out.index_select(0, wanted)
-        values = torch.bmm(out.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)  # [tokens, heads, value]
+        values = torch.bmm(out.transpose(0, 1), self._ups()[1].transpose(1, 2)).transpose(0, 1)  # [tokens, heads, value]
         self.o_proj.add_to(residual, values.flatten(1))
+
+    def _ups(self) -> Sequence[torch.Tensor]:
+        """Return UK and UV of all heads: [heads, plain, kv_rank] and [heads, value, kv_rank]."""
+        return torch.split(self.kv_up.view(self.heads, -1, self.shape.kv_rank), [self.shape.plain, self.shape.value], dim=1)
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """x [tokens, heads, rope]: the order of the results' numbers is the same for q and k, and no other matters."""

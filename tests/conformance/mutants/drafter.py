@@ -210,6 +210,18 @@ class NamesNoModel(Named):
 
 
 @mutant(caught_by="drafter.model")
+class NamesNothing(Named):
+    @property
+    def model(self) -> None:  # type: ignore[override]
+        return None
+
+
+@mutant(caught_by="drafter.model")
+class NamesAHeadThatIsNoClass(Named):
+    head = "a_module"
+
+
+@mutant(caught_by="drafter.model")
 class DraftsItself(Named):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         return [[0]] * len(requests)

@@ -188,6 +188,51 @@ class WritesOfTheLastLayerWhatIsWanted(Qwen3):
         return model  # type: ignore[no-any-return]
 
 
+class Taps(Qwen3):
+    """Returns other states from `forward_tapped` than the built decoder."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        tapped = model.forward_tapped
+        model.forward = lambda token_ids, positions, wanted=None: tapped(token_ids, positions, wanted, ())[0]
+        model.forward_tapped = lambda *args: self.altered(tapped, *args)
+        return model  # type: ignore[no-any-return]
+
+    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+        raise NotImplementedError
+
+
+@mutant(caught_by="model.taps")
+class TapsALayerLater(Taps):
+    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+        return tapped(token_ids, positions, wanted, [min(tap + 1, 2) for tap in taps])
+
+
+@mutant(caught_by="model.taps")
+class TapsInAscendingOrder(Taps):
+    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+        return tapped(token_ids, positions, wanted, sorted(taps))
+
+
+@mutant(caught_by="model.taps")
+class TapsWhatIsWanted(Taps):
+    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+        hidden, states = tapped(token_ids, positions, wanted, taps)
+        return hidden, states if wanted is None else states[wanted]
+
+
+@mutant(caught_by="model.taps")
+class TapsIntoTheSameMemory(Taps):
+    memory = torch.empty(0)
+
+    def altered(self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any) -> Any:
+        hidden, states = tapped(token_ids, positions, wanted, taps)
+        if self.memory.numel() < states.numel():
+            self.memory = torch.empty(1 << 14)
+        kept = self.memory[: states.numel()].view(states.shape)
+        return hidden, kept.copy_(states)
+
+
 @mutant(caught_by="model.side_by_side")
 class KeepsTheLatestModelForAll(Qwen3):
     latest: ClassVar[Any] = None

@@ -20,6 +20,7 @@ CLAUSES: Marks = {
     },
     "Drafter.on_finished": held("forgets", "raises_nothing"),
     "ModelDrafter": TOLD,
+    "ModelDrafter.head": held("model", but="the class isn't imported"),
     "ModelDrafter.model": held("model"),
     "ModelDrafter.propose": held("model"),
 }

@@ -16,6 +16,7 @@ CLAUSES: Marks = {
     "ExecutorConfig.state_dtype": unchecked(NO_STATES),
     "ExecutorConfig.max_drafts": held("drafts", "drafts_limits"),
     "ExecutorConfig.draft_model": unchecked("no executor of the suite runs one"),
+    "ExecutorConfig.draft_head": unchecked("no executor of the suite runs one"),
     "ExecutorConfig.quantization": unchecked("the suite's checkpoint is plain"),
     "ExecutorContext": TOLD,
     "ExecutorCapabilities": {
@@ -24,6 +25,7 @@ CLAUSES: Marks = {
         "`masks`": held("late", "masks"),
         "`samples`": held("sampling"),
         "`draft_model`": unchecked("no executor of the suite runs one"),
+        "`draft_head`": unchecked("no executor of the suite runs one"),
         "*": held("hygiene.capabilities"),
     },
     "Capacity.max_lines": held("drafts_limits", "drafts"),

@@ -19,6 +19,7 @@ from numbers import Integral
 from types import ModuleType
 from typing import Any
 
+from dovetail.api.component import TARGET
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
@@ -207,10 +208,12 @@ class DrafterSuite(Suite):
 
     @check("drafter.model", since="0.1", capability="model")
     def test_a_model_is_named(self) -> None:
-        """A `ModelDrafter` has no `model`, the name or directory of one, or drafts itself: the executor does."""
+        """A `ModelDrafter` has no `model`, the name or directory of one (None: its `head` is in the target's checkpoint); or `head` isn't
+        "package.module:Class"; or it drafts itself: the executor does."""
         subject = self._make()
-        name = subject.model
-        require(isinstance(name, str) and name, f"model is {name!r}, expected the name or directory of one")
+        name, head = subject.model, subject.head
+        require((name is None and head is not None) or (isinstance(name, str) and name), f"model is {name!r}, expected the name or directory of one")
+        require(head is None or (isinstance(head, str) and TARGET.fullmatch(head)), f'head is {head!r}, expected "package.module:Class" or None')
         for _, drafts in self._play(ODD, subject):
             require(not any(map(len, drafts)), f"propose returned {drafts!r:.200}, expected no drafts")
 

@@ -279,6 +279,26 @@ class ModelSuite(Suite):
                 alone, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
                 assert_close(alone, expected, f"states of {_told(config)} at places {places} of a step differ if only these are wanted")
 
+    @check("model.taps", since="0.4", capability="taps")
+    def test_taps(self) -> None:
+        """`forward_tapped` doesn't return the residual stream of all tokens after the first t layers for a tap t, and the final states for the number
+        of layers, one after the other, as transformers computes them; or what `forward` returns, also with `wanted`. Or `embed` doesn't return what
+        the first layer reads, or a later step changes a result."""
+        for config, reference, bench in self.pairs():
+            tokens, layers = some_tokens(config, 20), int(config.num_hidden_layers)
+            streams, told = reference.streams(tokens), _told(config)
+            assert_close(bench.embed(tokens), streams[0], f"embeddings of {told} differ from transformers'")
+            whole, kept = self.bench(config, reference.tensors()).step(Chunk("a", tokens, 0)), list[tuple[torch.Tensor, torch.Tensor]]()
+            for index, taps in enumerate(((layers, 0), (layers // 2,), (0, layers - 1), (layers,))):
+                for wanted in (None, torch.tensor([17, 3])):
+                    hidden, states = bench.tapped(Chunk(f"{index} {wanted}", tokens, 0), taps, wanted)
+                    kept.append((states, expected := torch.cat([streams[tap] for tap in taps], dim=1)))
+                    assert_close(states, expected, f"states of {told} at taps {taps} differ from transformers'")
+                    right = whole if wanted is None else whole[wanted]
+                    assert_close(hidden, right, f"states of {told} from forward_tapped, with taps {taps}, differ from those of forward")
+            for states, expected in kept:
+                assert_close(states, expected, f"states of {told} at taps are changed by later steps")
+
     @check("model.side_by_side", since="0.1")
     def test_side_by_side(self) -> None:
         """A second model in the process changed the results of the first: state is kept outside of the module that `build` returned."""

@@ -147,6 +147,19 @@ class Bench:
                     self._checkpoints[part.sequence, part.start + part.checkpoint] = kept
         return hidden
 
+    @torch.no_grad()
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.model.embed(token_ids)
+        return embedded
+
+    @torch.no_grad()
+    def tapped(self, part: Chunk, taps: Sequence[int], wanted: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Result of `forward_tapped` of a step that computes this part."""
+        self.plan(part)
+        positions = torch.arange(part.start, part.start + len(part.token_ids))
+        hidden, states = self.model.forward_tapped(part.token_ids, positions, wanted, taps)
+        return hidden, states
+
     def plan(self, *parts: Chunk) -> None:
         """Prepare attention and states for a step that computes these parts."""
         self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
@@ -254,6 +267,11 @@ class Reference:
             for name, buffer in self.model.named_buffers():
                 if name.endswith("layer_scalar"):
                     buffer.normal_(mean=1.0, std=0.2, generator=generator)
+
+    @torch.no_grad()
+    def streams(self, token_ids: torch.Tensor) -> list[torch.Tensor]:
+        """The residual stream [tokens, hidden] before each layer, and at last the final states."""
+        return [states[0] for states in self.model(token_ids[None], output_hidden_states=True).hidden_states]
 
     def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
         """Multiply the weights of all layers by `factor`, and those of the embedding by it or `embedding`; norms and an untied head stay."""

@@ -1,0 +1,227 @@
+"""Routes and middleware that plugins add to the server: see `dovetail.api.routes`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dovetail.errors import ConfigError, DovetailError, PluginError, describe
+from dovetail.front.chat import ChatOptions
+from dovetail.front.request_checks import Prompt, content_of
+from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.registry.registry import Registry
+from dovetail.request import RequestOutput
+from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail_server.errors import HttpError, http_error
+from dovetail_server.exchange import Server
+
+logger = logging.getLogger("dovetail.server")
+
+
+class Context:
+    """`RouteContext` of one front end."""
+
+    def __init__(self) -> None:
+        self._server: Server | None = None
+
+    def serve(self, server: Server) -> None:
+        """Take what the routes use."""
+        self._server = server
+
+    @property
+    def _served(self) -> Server:
+        if self._server is None:
+            raise PluginError("the engine isn't there while routes are made: use it in a handler")
+        return self._server
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self._served.models
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._served.engine.tokenizer
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
+        server, listener = self._served, _Queue()
+        prompt = await run_in_threadpool(server.engine.tokenized, prompt)
+        tokens = len(prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt))
+        server.admission.check(1, tokens)
+        request_id, done = f"routes-{uuid.uuid4().hex}", False
+        ticket = server.admission.enter(tokens)
+        try:
+            async with asyncio.timeout(server.settings.request_timeout_s):
+                await server.engine.submit(request_id, prompt, changed_unchecked(params, output_kind=OutputKind.DELTA), listener, **fields)
+                while not done:
+                    output = await listener.queue.get()
+                    ticket.leave(begun=True)
+                    if isinstance(output, DovetailError):
+                        done = True
+                        raise output
+                    done = output.finished
+                    yield output
+        finally:
+            ticket.leave(begun=False)
+            if not done:
+                server.engine.abort(request_id)
+
+    async def answer(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> RequestOutput:
+        samples: dict[int, Any] = {}
+        async with aclosing(self.generate(prompt, params, **fields)) as outputs:
+            async for output in outputs:
+                for new in output.outputs:
+                    before = samples.get(new.index)
+                    samples[new.index] = new if before is None else _joined(before, new)
+        return replace(output, outputs=[samples[index] for index in sorted(samples)])
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> Prompt:
+        return await run_in_threadpool(self._served.engine.chat.prompt, messages, options or ChatOptions())
+
+    def check_health(self) -> None:
+        self._served.check_health()
+
+
+def _joined(before: Any, new: Any) -> Any:
+    logprobs = None if new.logprobs is None else [*(before.logprobs or ()), *new.logprobs]
+    return replace(new, text=before.text + new.text, token_ids=[*before.token_ids, *new.token_ids], logprobs=logprobs)
+
+
+class _Queue:
+    """`Listener` that keeps outputs until they are read; never more than an answer."""
+
+    is_plain = False
+
+    def __init__(self) -> None:
+        self.queue = asyncio.Queue[RequestOutput | DovetailError]()
+
+    def on_text(self, text: str, tokens: int) -> None:
+        raise NotImplementedError
+
+    def on_output(self, output: RequestOutput) -> None:
+        self.queue.put_nowait(output)
+
+    def on_error(self, error: DovetailError) -> None:
+        self.queue.put_nowait(error)
+
+
+@dataclass(frozen=True, slots=True)
+class PluginRoutes:
+    """What plugins add, each guarded. `context` is to be given the server before the first request."""
+
+    context: Context = field(default_factory=Context)
+    routes: list[BaseRoute] = field(default_factory=list)
+    middleware: list[Middleware] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, names: Sequence[str], taken: frozenset[str]) -> PluginRoutes:
+        """Make the routes of these names. `taken`: paths of the server itself. Raises `PluginError` that names what fails, and `ConfigError` for a
+        path that is taken."""
+        added = cls()
+        if not names:
+            return added
+        registry = Registry.discover()
+        for offer in map(registry.routes_named, names):
+            make = offer.load()
+            try:
+                made = list(make(added.context))
+            except Exception as error:
+                raise PluginError(f"{offer}: {offer.spec.target} raised {describe(error)}") from error
+            for one in made:
+                if isinstance(one, Middleware):
+                    added.middleware.append(Middleware(GuardedMiddleware, one, str(offer)))
+                elif not isinstance(one, BaseRoute):
+                    raise PluginError(f"{offer}: {offer.spec.target} returned {one!r:.200}, expected Starlette's routes and Middleware")
+                elif isinstance(one, Route) and one.path in taken:
+                    raise ConfigError(f"{offer}: the server answers {one.path} itself")
+                else:
+                    added.routes.append(GuardedRoute(one, str(offer)))
+        return added
+
+
+class _Answer:
+    """Sends one response, and knows whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.has_begun = send, False
+
+    async def __call__(self, message: Message) -> None:
+        self.has_begun = True
+        await self._send(message)
+
+    async def fail(self, error: Exception, owner: str, scope: Scope, receive: Receive) -> None:
+        """Answer an error that a plugin has raised. Raises it if the response has begun."""
+        if not isinstance(error, DovetailError):
+            logger.error("%s raised %s while it answered %s", owner, describe(error), scope.get("path"), exc_info=error)
+        if self.has_begun or scope["type"] != "http":
+            raise error
+        known = isinstance(error, DovetailError)
+        told = http_error(error) if known else HttpError(500, f"{owner} failed to answer; the server's log says why", code="internal_error")
+        await told.response(scope["path"])(scope, receive, self)
+
+
+class GuardedRoute(BaseRoute):
+    """A plugin's route: its errors are answered, and named in the log."""
+
+    def __init__(self, route: BaseRoute, owner: str) -> None:
+        self._route, self._owner = route, owner
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        try:
+            return self._route.matches(scope)
+        except Exception as error:
+            logger.error("%s raised %s while it was matched", self._owner, describe(error), exc_info=error)
+            return Match.NONE, {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = _Answer(send)
+        try:
+            await self._route.handle(scope, receive, answer)
+        except HTTPException:
+            raise
+        except Exception as error:
+            await answer.fail(error, self._owner, scope, receive)
+
+
+class GuardedMiddleware:
+    """A plugin's middleware: its errors are told from those of what it surrounds."""
+
+    def __init__(self, app: ASGIApp, middleware: Middleware, owner: str) -> None:
+        self._owner = owner
+        try:
+            self._app = middleware.cls(_Marking(app), *middleware.args, **middleware.kwargs)
+        except Exception as error:
+            raise PluginError(f"{owner}: its middleware raised {describe(error)}") from error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = _Answer(send)
+        try:
+            await self._app(scope, receive, answer)
+        except Exception as error:
+            if getattr(error, "passed_through", False):
+                raise
+            await answer.fail(error, self._owner, scope, receive)
+
+
+class _Marking:
+    """The app within a middleware; marks its errors."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            error.passed_through = True  # type: ignore[attr-defined]
+            raise

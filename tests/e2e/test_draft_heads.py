@@ -1,0 +1,244 @@
+"""The drafters `mtp` and `eagle3`: heads that must be right are, which shows that states and tokens are aligned, and no token changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dovetail import LLMEngine, SamplingParams
+from dovetail.api.clock import VirtualClock
+from dovetail.engine.stats import EngineStats
+from dovetail.errors import ConfigError, UnsupportedError
+from tests.e2e import drafting
+from tests.e2e.reference import checkpoint
+from tests.models.heads import (
+    add_tensors,
+    eagle3_fields,
+    eagle3_tensors,
+    glm4_moe,
+    glm4_moe_lite,
+    mtp_model,
+    mtp_tensors,
+    target_config,
+    write_eagle3,
+)
+from tests.registry.fakes import Site
+from tests.registry.site import site  # noqa: F401
+from tests.support import FULL
+
+SIZE = 32  # of the vocabulary and of hidden states, so that each token can have a direction of its own
+ZEROED = ("o_proj.weight", "down_proj.weight")
+GLM = {"hidden_size": SIZE, "vocab_size": SIZE, "rms_norm_eps": 1e-6, "max_position_embeddings": 128}
+
+
+@pytest.fixture(autouse=True)
+def _installed(site: Site) -> None:  # noqa: F811
+    drafting.install(site)
+
+
+def chain(tensors: dict[str, torch.Tensor]) -> None:
+    """Make of a model's tensors one whose state is the direction of the last token, and in which token t is followed by 5 t + 3."""
+    for name, tensor in tensors.items():
+        if name.endswith(ZEROED):
+            tensor.zero_()
+        if "norm" in name:
+            tensor.fill_(1.0)
+    tensors["model.embed_tokens.weight"].copy_(torch.eye(SIZE) * SIZE**0.5)
+    tensors["lm_head.weight"].copy_(follow(torch.eye(SIZE), 1))
+
+
+def follow(matrix: torch.Tensor, times: int) -> torch.Tensor:
+    """Move row t of a matrix to the token that comes `times` tokens after t."""
+    index = torch.arange(SIZE)
+    for _ in range(times):
+        index = (5 * index + 3) % SIZE
+    return torch.zeros_like(matrix).index_copy_(0, index, matrix)
+
+
+@contextmanager
+def chained(config: Any) -> Iterator[Path]:
+    """A checkpoint of such a model."""
+    with checkpoint(config) as (directory, _):
+        tensors = load_file(directory / "model.safetensors")
+        chain(tensors)
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        yield directory
+
+
+def engine(directory: Path, drafter: Any, max_drafts: int = 4, **changes: Any) -> LLMEngine:
+    config = {"model": str(directory), "max_model_len": 96, "dtype": "float32", "generation_config": "none", "executor": "free", **changes}
+    speculation = None if drafter is None else {"drafter": drafter, "max_drafts": max_drafts}
+    return LLMEngine.from_config(config, clock=VirtualClock(), speculation=speculation)
+
+
+def answers(running: LLMEngine, prompts: list[list[int]], count: int = 40, **params: Any) -> list[list[list[int]]]:
+    outputs = {}
+    for index, prompt in enumerate(prompts):
+        given = {"temperature": 0.0, "seed": index, "max_tokens": count, "ignore_eos": True, "detokenize": False, "output_kind": "final", **params}
+        running.add_request(str(index), prompt, SamplingParams(**given))
+    while running.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in running.step()}
+    assert running.core.dead is None
+    running.core.kv.check_integrity()
+    return [[list(sample.token_ids) for sample in outputs[str(index)].outputs] for index in range(len(prompts))]
+
+
+def shares(stats: EngineStats) -> tuple[int, int]:
+    return stats.draft_tokens, sum(stats.accepted_drafts)
+
+
+PROMPTS = [[1, 2, 3], [7], [9, 9, 4, 1, 30, 2, 8, 5, 11, 6, 3, 20, 17, 1, 1, 2, 19, 4, 25, 26]]
+
+
+SMALL = {"block_size": 8, "executor": {"name": "free", "num_blocks": 14}}
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL])
+def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(limits: dict[str, Any]) -> None:
+    """It passes the embedding through, of which the model's own output layer makes the token after it: any other token would be wrong."""
+    with chained(config := glm4_moe(**GLM)) as directory:
+        head = mtp_tensors(mtp_model(build_reference(config)))
+        for name, tensor in head.items():
+            if name.endswith(ZEROED):
+                tensor.zero_()
+            if "norm" in name:
+                tensor.fill_(1.0)
+        head["model.layers.2.eh_proj.weight"].copy_(torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), dim=1))
+        add_tensors(directory, head)
+        with engine(directory, "mtp", **limits) as running:
+            got = answers(running, PROMPTS)
+            drafts, accepted = shares(running.stats())
+            assert running.stats().preemptions > 0 or "block_size" not in limits
+    for prompt, [tokens] in zip(PROMPTS, got, strict=True):
+        for before, token in zip([prompt[-1], *tokens], tokens, strict=False):
+            assert token == (5 * before + 3) % SIZE
+    assert drafts == accepted > 60
+
+
+@pytest.mark.parametrize("tap", [0, 1])
+def test_an_eagle3_head_that_reads_the_right_state_is_always_right(tap: int, tmp_path: Path) -> None:
+    """It makes its first draft of the state alone: two tokens after the state's own. So the state of any other token would be wrong."""
+    with chained(config := glm4_moe(**GLM)) as directory:
+        fields = eagle3_fields(config, eagle_aux_hidden_state_layer_ids=[tap], draft_vocab_size=SIZE)
+        head = eagle3_tensors(fields, embedding=False)
+        for name, tensor in head.items():
+            if name.endswith(ZEROED):
+                tensor.zero_()
+            if "norm" in name:
+                tensor.fill_(1.0)
+        head["fc.weight"].copy_(torch.eye(SIZE))
+        head["lm_head.weight"].copy_(follow(torch.eye(SIZE), 2))
+        write_eagle3(tmp_path / "head", fields, head)
+        with engine(directory, {"name": "eagle3", "model": str(tmp_path / "head")}, max_drafts=1) as running:
+            answers(running, PROMPTS)
+            drafts, accepted = shares(running.stats())
+    assert drafts == accepted > 40
+
+
+def build_reference(config: Any) -> Any:
+    from tests.models.oracle import reference
+
+    return reference(config).eval()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {"executor": {"name": "free", "max_in_flight": 3}},
+    "small memory": {"block_size": 8, "executor": {"name": "free", "num_blocks": 12, "max_in_flight": 2}},
+    "small steps": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+}
+TARGETS = {"mtp": glm4_moe, "mtp of latents": glm4_moe_lite, "eagle3": target_config}
+PAIRS = list(product(TARGETS, WAYS)) if FULL else list(zip(TARGETS, WAYS, strict=True))
+COUNT = 24 if FULL else 12  # tokens of an answer
+PARAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2},
+)
+
+
+@pytest.mark.parametrize(("drafter", "way"), PAIRS)
+def test_answers_are_those_without_drafts(drafter: str, way: str, tmp_path: Path) -> None:
+    """Random weights, so that most drafts are wrong. The second time prefixes are found."""
+    config = TARGETS[drafter](max_position_embeddings=128)
+    prompts = [[(7 * i * i + s) % 61 for i in range(n)] for s, n in ((0, 3), (1, 30), (2, 1), (1, 37), (3, 17))]
+    with checkpoint(config) as (directory, model):
+        chosen: Any = "mtp"
+        if drafter == "eagle3":
+            fields = eagle3_fields(config)
+            chosen = {"name": "eagle3", "model": str(write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields)))}
+        else:
+            add_tensors(directory, mtp_tensors(mtp_model(model)))
+        with engine(directory, None) as running:
+            expected = [answers(running, prompts, COUNT, **params) for params in PARAMS]
+        with engine(directory, chosen, **WAYS[way]) as running:
+            for params, right in zip((*PARAMS, PARAMS[0]), (*expected, expected[0]), strict=True):
+                assert answers(running, prompts, COUNT, **params) == right, params
+            stats = running.stats()
+    assert stats.draft_tokens > 0
+    assert stats.preemptions > 0 or way != "small memory"
+
+
+def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
+    config, prompt = glm4_moe(max_position_embeddings=128), [(11 * i + 5) % 61 for i in range(33)]
+    with checkpoint(config) as (directory, model):
+        tensors = mtp_tensors(mtp_model(model))
+        tensors["model.layers.2.shared_head.norm.weight"].mul_(0)  # then all logits are 0
+        add_tensors(directory, tensors)
+        params = {"temperature": 1.0, "logit_bias": dict.fromkeys(range(10), 30.0), "top_k": 10}  # the same ten tokens are likely to both
+        with engine(directory, "mtp", block_size=8) as running:
+            first = answers(running, [prompt], **params), shares(running.stats())
+            again = answers(running, [prompt], **params), shares(running.stats())
+            cached = running.stats().cached_tokens
+    assert first[0] == again[0]
+    assert [two - one for one, two in zip(first[1], again[1], strict=True)] == list(first[1])
+    assert cached > 0 < first[1][1]
+
+
+def test_a_model_whose_states_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig
+
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 40}
+    with checkpoint(config := GPTNeoXConfig(**sizes, max_position_embeddings=128)) as (directory, _):
+        fields = eagle3_fields(config)
+        head = write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))
+        with pytest.raises(UnsupportedError, match=f"draft head {head}: states of the model can't be read: Transformers lacks the capability `taps`"):
+            engine(directory, {"name": "eagle3", "model": str(head)})
+
+
+def test_a_checkpoint_without_a_head_is_refused() -> None:
+    with (
+        checkpoint(glm4_moe(max_position_embeddings=96)) as (directory, _),
+        pytest.raises(UnsupportedError, match="has no multi-token-prediction head"),
+    ):
+        engine(directory, "mtp")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        ({"name": "eagle3"}, "speculation.drafter.*model"),
+        ({"name": "eagle3", "model": "no such head"}, "speculation.drafter: sought where models are"),
+        ({"name": "mtp", "model": "x"}, "speculation.drafter.model"),
+    ],
+)
+def test_options_of_heads(drafter: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLMEngine.from_config({"model": "demo"}, speculation={"drafter": drafter})
+
+
+def test_a_head_is_no_model(tmp_path: Path) -> None:
+    fields = eagle3_fields(glm4_moe())
+    head = write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))
+    with pytest.raises(UnsupportedError, match=r"is a draft head .*speculation"):
+        engine(head, None)
+    (head / "config.json").write_text(json.dumps({**fields, "model_type": "llama"}))
+    with pytest.raises(UnsupportedError, match=r"is a draft head .*speculation"):
+        engine(head, None)

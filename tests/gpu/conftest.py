@@ -1,0 +1,1 @@
+from tests.registry.site import site  # noqa: F401

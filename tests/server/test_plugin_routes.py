@@ -1,0 +1,174 @@
+"""Routes and middleware that plugins add to the server: guarded, authenticated and limited as its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from dovetail.errors import ConfigError, PluginError, RequestError
+from dovetail_server.app import create_app
+from dovetail_server.settings import ServerSettings
+from tests.registry.fakes import Site
+from tests.registry.site import site  # noqa: F401
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import serving
+
+pytestmark = pytest.mark.anyio
+
+DECLARED = """
+from dovetail.api import RoutesSpec, hookimpl
+
+@hookimpl
+def dovetail_routes():
+    return [RoutesSpec(name=name, target=f"haiku_routes:{name}") for name in ("haiku", "taken", "broken", "odd", "wrap", "thin")]
+"""
+ROUTES = """
+from dovetail import SamplingParams
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Mount, Route
+
+def haiku(context):
+    async def answer(request):
+        done = await context.answer((await request.json())["prompt"], SamplingParams(max_tokens=9))
+        return JSONResponse({"text": done.outputs[0].text, "reason": done.outputs[0].finish_reason, "models": context.models})
+
+    async def stream(request):
+        async def texts():
+            async for output in context.generate("Hi", SamplingParams(max_tokens=9)):
+                yield output.outputs[0].text + "|"
+        return StreamingResponse(texts())
+
+    async def chat(request):
+        prompt = await context.chat_prompt([{"role": "user", "content": "Hi"}])
+        return JSONResponse(len(prompt.token_ids))
+
+    async def fail(request):
+        raise ValueError("a secret")
+
+    async def late(request):
+        async def texts():
+            yield "begun"
+            raise ValueError("a secret")
+        return StreamingResponse(texts())
+
+    routes = [Route("/haiku", answer, methods=["POST"]), Route("/stream", stream), Route("/chat", chat), Route("/fail", fail)]
+    return [*routes, Mount("/haiku-more", routes=[Route("/late", late)])]
+
+def taken(context):
+    return [Route("/health", lambda request: JSONResponse(1))]
+
+def broken(context):
+    return [Route("/x", context.tokenizer)]
+
+def odd(context):
+    return ["/x"]
+
+class Wrap:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and scope["path"] == "/stumble":
+            raise ValueError("a secret")
+
+        async def signed(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-wrapped", b"yes")]
+            await send(message)
+
+        await self.app(scope, receive, signed)
+
+class Thin:
+    def __init__(self, app):
+        raise ValueError("no")
+
+def wrap(context):
+    return [Middleware(Wrap)]
+
+def thin(context):
+    return [Middleware(Thin)]
+"""
+
+
+@pytest.fixture
+def haiku(site: Site) -> None:  # noqa: F811
+    site.install("dovetail-haiku", modules={"haiku_plugin": DECLARED, "haiku_routes": ROUTES})
+
+
+def offering(*names: str, **others: object) -> ServerSettings:
+    return ServerSettings.model_validate({"routes": names, **others})
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_a_plugins_routes_generate_and_stream(fake: Callable[..., FakeEngine]) -> None:
+    async with serving(fake(), offering("haiku")) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post("/haiku", json={"prompt": "Hi"})).json() == {"text": "Hello, world", "reason": "stop", "models": ["fake"]}
+        assert (await http.get("/stream")).text.replace("|", "") == "Hello, world"
+        assert (await http.get("/chat")).json() > 1
+        assert (await http.get("/haiku")).status_code == 405
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_an_error_is_answered_and_named_and_harms_no_other_route(fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture) -> None:
+    engine = fake()
+    async with serving(engine, offering("dovetail-haiku:haiku")) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.get("/fail")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.get("/haiku-more/late")
+        unread = await http.post("/haiku", content=b"{")
+        engine.refusal = RequestError("prompt: it is empty")
+        wrong = await http.post("/haiku", json={"prompt": ""})
+        engine.refusal = None
+        well = await http.post("/haiku", json={"prompt": "Hi"})
+    assert (answer.status_code, wrong.status_code, unread.status_code, well.status_code) == (500, 400, 500, 200)
+    assert "dovetail-haiku" in answer.json()["error"]["message"]
+    assert "secret" not in answer.text
+    assert "it is empty" in wrong.text
+    assert "routes 'haiku' of plugin dovetail-haiku/main" in caplog.text
+    assert "a secret" in caplog.text
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_keys_and_limits_hold_for_them(fake: Callable[..., FakeEngine]) -> None:
+    engine = fake(paced=True)
+    async with serving(engine, offering("haiku", api_keys=("one",), max_queued_requests=1)) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/chat")).status_code == 401
+        key = {"x-api-key": "one"}
+        async with http.stream("GET", "/stream", headers=key):
+            busy = await http.post("/haiku", json={"prompt": "Hi"}, headers=key)
+            assert (busy.status_code, "max_queued_requests" in busy.text) == (429, True)
+    assert engine.aborted, "the client has gone"
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_middleware_surrounds_the_servers_routes(fake: Callable[..., FakeEngine]) -> None:
+    async with serving(fake(), offering("wrap", "haiku")) as url, httpx.AsyncClient(base_url=url) as http:
+        stumbled, failed, well = await http.get("/stumble"), await http.get("/fail"), await http.get("/health")
+    assert (stumbled.status_code, "routes 'wrap'" in stumbled.text) == (500, True)
+    assert (failed.status_code, "routes 'haiku'" in failed.text) == (500, True)
+    assert (well.status_code, well.headers["x-wrapped"]) == (200, "yes")
+
+
+@pytest.mark.usefixtures("haiku")
+@pytest.mark.parametrize(
+    ("name", "error", "told"),
+    [
+        ("taken", ConfigError, "the server answers /health itself"),
+        ("broken", PluginError, "routes 'broken' of plugin dovetail-haiku/main 1.0: haiku_routes:broken raised"),
+        ("odd", PluginError, "expected Starlette's routes"),
+        ("haiko", PluginError, "unknown routes 'haiko', did you mean haiku?"),
+    ],
+)
+async def test_what_cannot_be_added_is_refused_by_name(name: str, error: type[Exception], told: str, fake: Callable[..., FakeEngine]) -> None:
+    with pytest.raises(error) as raised:
+        create_app(fake(), offering(name))
+    assert told in str(raised.value)
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_routes_that_are_not_named_are_not_served(fake: Callable[..., FakeEngine]) -> None:
+    async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/chat")).status_code == 404
