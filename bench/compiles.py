@@ -29,6 +29,7 @@ from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SamplerContext
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import (
+    adapters,
     delta_rule,
     embedding,
     experts,
@@ -122,6 +123,7 @@ def compiled(case: Case) -> list[Compiled]:
         if case.head_size is None:
             launch_layers(getattr(torch, case.dtype))
             launch_experts(getattr(torch, case.dtype))
+            launch_adapters(getattr(torch, case.dtype))
             for shape in STATES:
                 launch_states(getattr(torch, case.dtype), shape)
             launch_sampling(getattr(torch, case.dtype))
@@ -193,6 +195,16 @@ def launch_experts(dtype: torch.dtype) -> None:
     for tokens in (1, 20, SORTED_AT_ONCE // 2 + 1):
         ids, weights = routing.choose(torch.zeros(tokens, count), 2, normalize=True)
         experts.experts(torch.zeros(tokens, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights)
+
+
+def launch_adapters(dtype: torch.dtype) -> None:
+    """A layer with adapters, for few tokens and for many."""
+    hidden, rank, width = HIDDEN[0], 16, 128
+    a, b = torch.zeros(3, 3 * rank, hidden, dtype=dtype), torch.zeros(3, hidden, rank, dtype=dtype)
+    pieces = torch.zeros(hidden // width, 3, dtype=torch.int32)
+    for tokens in (1, adapters.FEW_TOKENS, adapters.FEW_TOKENS + 1):
+        x = torch.zeros(tokens, hidden, dtype=dtype)
+        adapters.add(x, x, a, b, pieces, width, adapters.sorted_tokens(torch.zeros(tokens, dtype=torch.int32), 3))
 
 
 def launch_experts_of_float8(dtype: torch.dtype) -> None:

@@ -8,20 +8,44 @@ kernels that fuse these. Other steps don't notice the bank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from dovetail.errors import DovetailError
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
+
+if TYPE_CHECKING:
+    from dovetail.nn.kernels.adapters import SortedTokens
+
+MOST_OUTPUTS = 128  # of a piece
+
+
+class TokenSlots:
+    """The slots [tokens] int32 of the tokens that layers compute."""
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self.slots = slots
+        self._sorted: SortedTokens | None = None
+
+    def sorted(self, count: int) -> SortedTokens:
+        """Return the tokens by slot, for kernels: sorted once for all layers. `count`: slots, including slot 0."""
+        if self._sorted is None:
+            from dovetail.nn.kernels import adapters as kernels
+
+            self._sorted = kernels.sorted_tokens(self.slots, count)
+        return self._sorted
 
 
 class StepAdapters:
     """The slots of the tokens of the step that runs, for all layers of a model."""
 
     def __init__(self) -> None:
-        self._of: dict[int, torch.Tensor] = {}  # by the number of tokens that a layer computes
+        self._of: dict[int, TokenSlots] = {}  # by the number of tokens that a layer computes
 
     @property
     def active(self) -> bool:
@@ -31,16 +55,16 @@ class StepAdapters:
     @contextmanager
     def of_tokens(self, slots: torch.Tensor, wanted: torch.Tensor | None = None) -> Iterator[None]:
         """Context of a step whose tokens have the adapters `slots` [tokens] int32. `wanted` [n] int64: as of `CausalLM.forward`, fewer than all."""
-        self._of = {len(slots): slots}
+        self._of = {len(slots): TokenSlots(slots)}
         if wanted is not None and len(wanted) != len(slots):
-            self._of[len(wanted)] = slots.index_select(0, wanted)
+            self._of[len(wanted)] = TokenSlots(slots.index_select(0, wanted))
         try:
             yield
         finally:
             self._of = {}
 
-    def slots(self, count: int) -> torch.Tensor:
-        """Return the slots [count] of the tokens of a layer's input: all of the step, or those wanted. Raises `DovetailError` for another number."""
+    def of(self, count: int) -> TokenSlots:
+        """Return the slots of the `count` tokens of a layer's input: all of the step, or those wanted. Raises `DovetailError` for another number."""
         if count not in self._of:
             raise DovetailError(f"a layer with adapters was given {count} tokens in a step of {' or '.join(map(str, self._of))}")
         return self._of[count]
@@ -54,6 +78,10 @@ class Outputs:
     end: int
     module: int
 
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """Return (start, end, module) of pieces of at most `MOST_OUTPUTS`, one for each program of a kernel."""
+        return [(at, min(at + MOST_OUTPUTS, self.end), self.module) for at in range(self.start, self.end, MOST_OUTPUTS)]
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
@@ -63,6 +91,7 @@ class LayerAdapters:
     a: torch.Tensor  # [slots + 1, modules * rank, in]; 0 beyond an adapter's own rank, and in slot 0
     b: torch.Tensor  # [slots + 1, out, rank]; likewise
     outputs: tuple[Outputs, ...]  # ascending, of all outputs of the layer
+    pieces: torch.Tensor  # the same in pieces [any, 3], for kernels
 
     @property
     def active(self) -> bool:
@@ -71,7 +100,14 @@ class LayerAdapters:
     def added_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add to y [tokens, out], in place, what the tokens' adapters compute of x [tokens, in]; return y. Sums are float32; x A^T is rounded to x's
         dtype."""
-        slots = self.step.slots(len(x))
+        tokens = self.step.of(len(x))
+        if use_kernels(x, y):
+            from dovetail.nn.kernels import adapters as kernels
+
+            with suppress(KernelUnavailable):
+                kernels.add(y, x, self.a, self.b, self.pieces, MOST_OUTPUTS, tokens.sorted(len(self.a)))
+                return y
+        slots = tokens.slots
         on_cpu = x.device.type == "cpu"
         for slot in set(slots.tolist()) - {0} if on_cpu else range(1, len(self.a)):
             if on_cpu:

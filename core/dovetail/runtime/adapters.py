@@ -88,7 +88,8 @@ class AdapterBank:
         self.held: dict[int, str] = {}  # slot -> digest
         for layer, places, outputs in views:
             own_a, own_b = (self._all[:, at : at + math.prod(shape)].view(slots + 1, *shape) for at, shape in places)
-            layer.adapters = LayerAdapters(self.step, own_a, own_b, outputs)
+            pieces = torch.tensor([piece for own in outputs for piece in own.pieces()], dtype=torch.int32, device=device)
+            layer.adapters = LayerAdapters(self.step, own_a, own_b, outputs, pieces)
 
     @property
     def capacity(self) -> AdapterCapacity:
