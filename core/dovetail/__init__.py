@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.llm import LLM
     from dovetail.front.llm_engine import LLMEngine
+    from dovetail.lora import LoRARequest
     from dovetail.pooling import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
@@ -36,6 +37,7 @@ _HOMES = {
     "EngineArgs": "dovetail.front.engine_args",
     "EngineConfig": "dovetail.config",
     "DovetailError": "dovetail.errors",
+    "LoRARequest": "dovetail.lora",
     "CompletionOutput": "dovetail.request",
     "ClassificationRequestOutput": "dovetail.pooling",
     "EmbeddingRequestOutput": "dovetail.pooling",
@@ -60,6 +62,7 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",
+    "LoRARequest",
     "OutputKind",
     "PoolingParams",
     "PoolingRequestOutput",

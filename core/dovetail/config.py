@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 YAML_SUFFIXES = (".yaml", ".yml")
 
 MAX_COUNT = 2**31 - 1  # tokens, rows or blocks: devices count in 32 bits
+MAX_SLOTS, MAX_RANK = 4096, 512  # of adapters
 MAX_DRAFTS = 64  # a step of so many lines a row takes longer than drafts of that length ever save
 
 COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
@@ -193,6 +194,30 @@ class Pooling(BaseModel):
         return value
 
 
+class Adapters(BaseModel):
+    """LoRA adapters: requests may name one each, and several share a step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] = 8
+    """Most adapters that requests of one step use. Each takes memory of the device, for `max_rank`."""
+
+    max_rank: Annotated[int, Field(ge=1, le=MAX_RANK)] = 16
+    """Highest rank of an adapter."""
+
+    host_copies: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    """Most adapters that are kept ready on the host, as files in the system's folder for temporary ones. null: twice as many as `slots`."""
+
+    slot_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """When requests have waited so long, in seconds, because other adapters use all slots, the adapter that has been used longest takes no new
+    requests until a slot is free."""
+
+    @property
+    def copies(self) -> int:
+        """`host_copies` with null resolved."""
+        return 2 * self.slots if self.host_copies is None else self.host_copies
+
+
 class EngineConfig(BaseModel):
     """The settings of one engine, with the keys and defaults of `engine.yaml`. Frozen; unknown keys are errors."""
 
@@ -294,6 +319,9 @@ class EngineConfig(BaseModel):
 
     speculation: Speculation | None = None
     """Speculative decoding: a drafter guesses tokens, and a step checks several at once. It changes no token. null: off."""
+
+    adapters: Adapters | None = None
+    """LoRA adapters. null: requests can't name any."""
 
     plugins: Annotated[PluginSelection, Field(strict=False)] = PluginSelection()
     """Distributions whose plugins are used; the environment variable DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
@@ -421,6 +449,8 @@ class EngineConfig(BaseModel):
             draft_model=None if draft_dir is None else str(draft_dir),
             draft_head=draft_head,
             pooling=self.pooling.model_dump(exclude_none=True, exclude={"template"}),
+            max_adapters=0 if self.adapters is None else self.adapters.slots,
+            max_adapter_rank=Adapters().max_rank if self.adapters is None else self.adapters.max_rank,
         )
 
 
@@ -484,8 +514,10 @@ def _open(value: Any, where: Where) -> Any:
         return {"name": value.name, **value.options}
     if where.path == ("model",) and isinstance(value, str | ModelChoice):
         return {"path": value} if isinstance(value, str) else value.model_dump(exclude_none=True)
-    if isinstance(value, Limits | Pooling | PluginSelection):
+    if isinstance(value, Limits | Pooling | PluginSelection | Adapters):
         return value.model_dump(exclude_unset=True)
+    if where.path == ("adapters",) and value is None:
+        return {}
     if where.path == ("speculation",) and isinstance(value, Speculation | Mapping | None):
         given = {key: getattr(value, key) for key in value.model_fields_set} if isinstance(value, Speculation) else value or {}
         return {"drafter": Speculation().drafter, **given}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.checks import INT64, MAX_TIME_S, as_number, plain_integer, plain_text, shown
 from dovetail.errors import RequestError
+from dovetail.lora import LoRARequest
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class RequestFields:
     predicted_tokens: int | None = None
     ttft_deadline: float | None = None
     tbt_s: float | None = None
+    lora_request: LoRARequest | None = None
 
     def __post_init__(self) -> None:
         """Check all values, and keep them as plain `int`, `float` and `str`: those of a subclass may compare as they like."""
@@ -96,6 +98,12 @@ def _count(name: str, value: Any) -> int:
     return number
 
 
+def _adapter(name: str, value: Any) -> LoRARequest:
+    if not isinstance(value, LoRARequest):
+        raise RequestError(f"{name} must be a dovetail.LoRARequest or None, got {shown(value)}")
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of `RequestFields`; None isn't checked, but as a priority
     "arrival_time": _instant,
     "priority": _rank,
@@ -105,6 +113,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of `RequestFields`; None is
     "predicted_tokens": _count,
     "ttft_deadline": _instant,
     "tbt_s": _duration,
+    "lora_request": _adapter,
 }
 
 

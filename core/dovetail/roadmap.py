@@ -8,7 +8,6 @@ from types import MappingProxyType
 PAGE = "docs/roadmap.md"
 
 _NAMES = {  # heading of the roadmap -> commands, keys and parameters that belong to it
-    "LoRA adapters": "lora enable_lora lora_modules lora_request lora_path max_loras max_lora_rank adapter",
     "Models that draft": "eagle medusa",
     "Mixture of experts": "enable_expert_parallel expert_parallel_size moe",
     "Several machines": "pipeline_parallel_size data_parallel_size pp dp distributed_executor_backend num_nodes",

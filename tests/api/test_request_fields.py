@@ -12,7 +12,7 @@ import pytest
 from dovetail import LLMEngine
 from dovetail.request import Request, RequestFields
 
-RESOLVED = {"cache_salt"}  # a request has it as one of its `cache_keys`
+RESOLVED = {"cache_salt", "lora_request"}  # a request has them as some of its `cache_keys`
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_a_value_is_looked_through_no_further_than_asked() -> None:
         ("tempature", "did you mean temperature?"),
         ("stop_token_id", "did you mean stop_token_ids?"),
         ("beams", "valid are n, temperature, top_k"),
-        ("lora_path", 'not there yet; "LoRA adapters" is on the roadmap'),
+        ("eagle", 'not there yet; "Models that draft" is on the roadmap'),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, said: str) -> None:

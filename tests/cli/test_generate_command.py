@@ -163,9 +163,9 @@ def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
         (["x", "--max-tokens", "0"], 2, "max_tokens must be an integer >= 1"),
         (["x", "--param", "tempature=1"], 2, "--param: tempature: unknown sampling parameter, did you mean temperature?"),
         (
-            ["x", "--param", "lora_path=x"],
+            ["x", "--param", "eagle=x"],
             2,
-            '--param: lora_path: unknown sampling parameter: not there yet; "LoRA adapters" is on the roadmap',
+            '--param: eagle: unknown sampling parameter: not there yet; "Models that draft" is on the roadmap',
         ),
         (["x", "--regex", "a", "--choice", "b"], 2, "--regex and --choice contradict each other"),
         (["x", "--regex", "a", "--param", "structured={regex: b}"], 2, "--regex and --param structured contradict each other"),

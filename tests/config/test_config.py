@@ -52,6 +52,7 @@ grammar: auto
 executor: dovetail:local
 observers: []
 speculation: null
+adapters: null
 plugins: {allow: null, deny: [], require: []}
 """
 
@@ -218,7 +219,7 @@ def test_overrides(write: Any, overrides: dict[str, Any], key: str, expected: An
         ({"observers.x": 1}, "override: observers.x: there is no such item; the list has 0"),
         ({"nothing.x": 1}, "override: nothing: unknown key; valid are model, "),
         ({"limit.max_n": 1}, "override: limit: unknown key, did you mean limits?"),
-        ({"lora.max_rank": 1}, 'override: lora: unknown key: not there yet; "LoRA adapters" is on the roadmap'),
+        ({"adapters.rank": 1}, "override: adapters.rank: unknown key, did you mean max_rank?"),
         ({"max_model_len.x": 1}, "override: max_model_len: there is nothing below this key"),
         ({"": 1}, "override: unknown key"),
     ],

@@ -60,6 +60,10 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
     "seed": [(7, {"seed": 7}), (None, {})],
     "generation_config": [("vllm", {"generation_config": "none"}), ("auto", {"generation_config": "auto"})],
     "guided_decoding_backend": [("xgrammar", {"grammar": "xgrammar"}), ("guidance", {"grammar": "llguidance"}), ("auto", {}), (None, {})],
+    "enable_lora": [(True, {"adapters": {}}), (False, {"adapters": None}), (None, {})],
+    "max_loras": [(4, {"adapters.slots": 4}), (None, {})],
+    "max_lora_rank": [(64, {"adapters.max_rank": 64}), (None, {})],
+    "max_cpu_loras": [(32, {"adapters.host_copies": 32}), (None, {})],
     "speculative_config": [
         ({"method": "ngram", "num_speculative_tokens": 4}, {"speculation": {"drafter": {"name": "dovetail:ngram"}, "max_drafts": 4}}),
         (

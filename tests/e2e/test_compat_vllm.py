@@ -131,6 +131,37 @@ RUNS: dict[str, str] = {
         llm.close()
     """,
 }
+_LORA = """
+        import torch
+        from safetensors.torch import save_file
+        from pathlib import Path
+        from tempfile import mkdtemp
+        from vllm import EngineArgs, LLM, LLMEngine, SamplingParams
+        from vllm.lora.request import LoRARequest
+        path = Path(mkdtemp())
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+        save_file({name + "A.weight": torch.ones(2, 256), name + "B.weight": torch.ones(256, 2)}, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}')
+"""
+RUNS |= {
+    "multilora_inference": f"""{_LORA}
+        args = EngineArgs(model="demo", enable_lora=True, max_loras=1, max_lora_rank=8, max_cpu_loras=2, max_num_seqs=8, max_model_len=64)
+        engine, done = LLMEngine.from_engine_args(args), []
+        prompts = [("ROMEO:", None), ("ROMEO:", LoRARequest("one", 1, str(path))), ("JULIET:", LoRARequest("two", 2, str(path)))]
+        for index, (prompt, lora_request) in enumerate(prompts):
+            engine.add_request(str(index), prompt, SamplingParams(temperature=0.0, max_tokens=4), lora_request=lora_request)
+        while engine.has_unfinished_requests():
+            done += [output.outputs[0].finish_reason for output in engine.step() if output.finished]
+        engine.close()
+        assert done == ["length"] * 3, done
+    """,
+    "lora_with_quantization_inference": f"""{_LORA}
+        llm = LLM(model="demo", enable_lora=True, max_lora_rank=64, {SMALL})
+        done = llm.generate("ROMEO:", SamplingParams(max_tokens=4), lora_request=LoRARequest("lora-test-1", 1, str(path)))[0].outputs[0].token_ids
+        llm.close()
+        assert len(done) == 4
+    """,
+}
 REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
     "basic/reward": (
         f"""
@@ -168,11 +199,6 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "only auto",
     ),
     "metrics": ("from vllm.v1.metrics.reader import Counter, Gauge", r"get_metrics\(\) returns metrics"),
-    "multilora_inference": (
-        "from vllm import EngineArgs\nfrom vllm.lora.request import LoRARequest\nEngineArgs(model='demo', enable_lora=True)",
-        "LoRA adapters",
-    ),
-    "lora_with_quantization_inference": ("from vllm.lora.request import LoRARequest\nLoRARequest('a', 1, '/a')", "LoRA adapters"),
     "spec_decode": ("from vllm.inputs import TokensPrompt\nfrom vllm.benchmarks.datasets import get_samples", "dovetail lab"),
     "mlpspeculator": ("from vllm import LLM\nLLM(model='demo', speculative_config={'model': 'small'})", "speculative|draft"),
     "prompt_embed_inference": ("from vllm import LLM\nLLM(model='demo', enable_prompt_embeds=True)", "prompts are texts or token ids"),

@@ -31,6 +31,7 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.speculation import SpeculationSettings
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
+from dovetail.front.adapters import AdapterStore
 from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
 from dovetail.front.intake import GenerationDefaults, IntakeFacts, resolve_sampling
 from dovetail.front.pooling import PoolingFacts
@@ -85,6 +86,7 @@ class Assembly:
     pooling: PoolingFacts | None = None  # None: it can't pool
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
     grammar: ResolvedComponent | None = None  # the grammar backend, neither imported nor made before a request asks for it
+    adapters: AdapterStore | None = None
     freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
     _grammars: GrammarCompiler | DovetailError | None = None  # None: not made yet
     _making_grammars: threading.Lock = field(default_factory=threading.Lock)
@@ -147,7 +149,9 @@ class Assembly:
             threading.Thread(target=prepare, name="dovetail-prepares-grammars", daemon=True).start()
 
     def close(self) -> None:
-        """End the threads that compile rules. The core has its own end."""
+        """End the threads that compile rules and load adapters. The core has its own end."""
+        if self.adapters is not None:
+            self.adapters.close()
         if isinstance(self._grammars, GrammarCompiler):
             self._grammars.close()
 
@@ -165,6 +169,7 @@ class Assembly:
             extra_args=self.extra_args,
             has_masks=self.has_masks,
             pooling=self.pooling,
+            has_adapters=self.adapters is not None,
         )
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -233,6 +238,7 @@ def assemble(
             pooling=_pooling_facts(config, capacity, model_dir),
             has_masks=executor.capabilities.masks,
             grammar=parts.grammar,
+            adapters=_make_adapters(config, capacity, parts),
             freezes=freezes,
         )
     except BaseException:
@@ -321,9 +327,25 @@ def _make_core(
     observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
     if observers:
         observers.start(_started(parts, capacity, clock))
-    settings = CoreSettings(config.max_num_seqs, config.max_num_batched_tokens, config.overlap, parts.scheduler.qualified_name, config.pace)
+    settings = CoreSettings(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.overlap,
+        parts.scheduler.qualified_name,
+        config.pace,
+        0.0 if config.adapters is None else config.adapters.slot_wait_s,
+    )
     speculation = _make_speculation(capacity, config, parts, model_drafter)
     return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers, speculation)
+
+
+def _make_adapters(config: EngineConfig, capacity: Capacity, parts: Parts) -> AdapterStore | None:
+    """Make the store of adapters, if there are to be any. Raises `UnsupportedError` if the executor can't use them."""
+    if config.adapters is None:
+        return None
+    if capacity.adapters is None:
+        raise UnsupportedError(f"adapters: executor {parts.executor.qualified_name} can't use LoRA adapters: leave `adapters` out, or use `local`")
+    return AdapterStore(capacity.adapters, config.adapters.copies)
 
 
 def _check_sampler(config: EngineConfig, parts: Parts) -> None:

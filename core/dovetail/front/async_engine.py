@@ -18,6 +18,7 @@ from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.request_checks import Prompt, is_text
 from dovetail.front.vllm_methods import SaysWhatIsMissing
+from dovetail.lora import LoRARequest
 from dovetail.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, in_use
@@ -178,6 +179,22 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Do what `LLMEngine.reset_prefix_cache` does."""
         return await asyncio.to_thread(self.engine.reset_prefix_cache, reset_running_requests, reset_connector)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Do what `LLMEngine.add_lora` does."""
+        return await asyncio.to_thread(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Do what `LLMEngine.remove_lora` does."""
+        return self.engine.remove_lora(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """Do what `LLMEngine.list_loras` does."""
+        return self.engine.list_loras()
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        """Do what `LLMEngine.pin_lora` does."""
+        return self.engine.pin_lora(lora_id)
 
     async def __aenter__(self) -> AsyncLLMEngine:
         return self

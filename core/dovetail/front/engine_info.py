@@ -60,6 +60,17 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """Settings of adapters."""
+
+    max_lora_rank: int
+    max_loras: int  # that requests of one step use
+    max_cpu_loras: int  # kept ready on the host
+    fully_sharded_loras: bool = False
+    lora_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A number of the engine: a counter only grows, a gauge is the present state."""
 
@@ -79,6 +90,12 @@ def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
         vocab_size=capacity.vocab_size,
         seed=config.seed,
     )
+
+
+def lora_config(config: EngineConfig) -> LoRAConfig | None:
+    if config.adapters is None:
+        return None
+    return LoRAConfig(config.adapters.max_rank, config.adapters.slots, config.adapters.copies)
 
 
 def ranks_in_words(capacity: Capacity) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.api.executor import RowPooling
 from dovetail.api.sampler import RowSampling
 from dovetail.checks import plain_text, shown
+from dovetail.engine.adapters import Adapter
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import TokenWatcher
 from dovetail.engine.live_request import LiveRequest
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+ENABLE = "make it with enable_lora=True (`adapters: {}` in engine.yaml)"
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SEED_BITS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
@@ -144,6 +146,7 @@ class IntakeFacts:
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     has_masks: bool = False
     pooling: PoolingFacts | None = None  # None: it can't pool
+    has_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +195,8 @@ class Intake:
         for name, value in (("request_id", plain_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
             if value is not None:
                 request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
+        if fields.lora_request is not None and not self.facts.has_adapters:
+            raise RequestError(f"lora_request: this engine takes no adapters: {ENABLE}")
         request_checks.check_extra(extra, self.facts.limits)
         if isinstance(params, PoolingParams):
             return self._checked_pooling(plain_id, prompt, params, fields)
@@ -326,11 +331,12 @@ def make_samples(
     watchers: Sequence[TokenWatcher | None],
     extra: Mapping[str, Any],
     constraints: Sequence[Constraint] = (),
+    adapter: Adapter | None = None,
 ) -> list[LiveRequest]:
     """Return a `LiveRequest` for each sample of a request, in order. `sampling` is that of the first; `watchers` has one for each, and so has
-    `constraints`, unless it is empty; `extra`: distribution -> validated model."""
+    `constraints`, unless it is empty; `extra`: distribution -> validated model. `adapter`: that of its `lora_request`."""
     params, fields = request.params, request.fields.values()
-    salt = fields.pop("cache_salt")
+    salt, _ = fields.pop("cache_salt"), fields.pop("lora_request")
     fields |= {
         "arrival_time": arrival_time,
         "parent": None if params.n == 1 else request.request_id,
@@ -349,6 +355,7 @@ def make_samples(
             stop_ids=sampling.stop_token_ids,
             watchers=() if watcher is None else (watcher,),
             constraint=constraint,
+            adapter=adapter,
             **fields,
         )
         for index, (watcher, constraint) in enumerate(zip(watchers, constraints or repeat(None, len(watchers)), strict=True))

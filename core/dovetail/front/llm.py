@@ -29,6 +29,7 @@ from dovetail.front.pooling import ScorePlan, paired
 from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.front.vllm_methods import SaysWhatIsMissing
+from dovetail.lora import LoRARequest
 from dovetail.pooling import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -71,10 +72,11 @@ class LLM(SaysWhatIsMissing):
         *,
         extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         predicted_tokens: int | Sequence[int | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each. So are `extra` and
-        `predicted_tokens`, which `LLMEngine.add_request` describes.
+        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each. So are `extra`,
+        `predicted_tokens` and `lora_request`, which `LLMEngine.add_request` describes.
 
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is invalid, before
         anything is computed, and `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays usable.
@@ -84,7 +86,7 @@ class LLM(SaysWhatIsMissing):
             check_call("generate", others)
         prompts = _as_list(prompts)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.FINAL)
-        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens)
+        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
         with _no_collection() as begun:
             stream = OutputStream[RequestOutput](self.engine, "generate", self.engine.all_tokenized(prompts), params, fields, begun)
             return self._collected(stream, len(prompts), use_tqdm)
@@ -96,6 +98,7 @@ class LLM(SaysWhatIsMissing):
         *,
         extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         predicted_tokens: int | Sequence[int | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> OutputStream[RequestOutput]:
         """Generate like `generate`, but return an iterator of deltas: each output holds what is new for the prompt at its `prompt_index`.
 
@@ -103,7 +106,7 @@ class LLM(SaysWhatIsMissing):
         """
         prompts = _as_list(prompts)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.DELTA)
-        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens)
+        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
         return OutputStream(self.engine, "stream", self.engine.all_tokenized(prompts), params, fields)
 
     def chat(
@@ -119,6 +122,7 @@ class LLM(SaysWhatIsMissing):
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         predicted_tokens: int | Sequence[int | None] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the model's chat template or the given one. The other options are those of
@@ -134,7 +138,7 @@ class LLM(SaysWhatIsMissing):
             continue_final_message=continue_final_message,
         )
         prompts: list[Prompt] = [*self._chat.prompts(_conversations(messages), options)]
-        return self.generate(prompts, sampling_params, use_tqdm, extra=extra, predicted_tokens=predicted_tokens)
+        return self.generate(prompts, sampling_params, use_tqdm, extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
 
     def beam_search(
         self,
@@ -143,17 +147,18 @@ class LLM(SaysWhatIsMissing):
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
+        lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> list[BeamSearchOutput]:
         """Return the most probable answers to one prompt or a list, each text or token ids, as beam search finds them.
 
         Returns an output for each prompt, in order. `concurrency_limit`: the most prompts searched at a time; None: as many as the engine has seats
-        for, counting beams. Raises and ends as `generate` does; concurrent calls share steps.
+        for, counting beams. `lora_request`: the adapter to compute them with. Raises and ends as `generate` does; concurrent calls share steps.
         """
         if others:
             check_call("beam_search", others)
         prompts = _as_list(prompts)
-        generate = partial(self.generate, use_tqdm=False)
+        generate = partial(self.generate, use_tqdm=False, lora_request=lora_request)
         with tqdm(total=len(prompts), desc="prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
             return beam_search(self.engine, generate, prompts, params, concurrency_limit, bar.update)
 

@@ -20,20 +20,22 @@ from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import engine_info, request_checks
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
-from dovetail.front.intake import Intake, make_samples
+from dovetail.front.intake import ENABLE, Intake, make_samples
 from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup
 from dovetail.front.pooling import PoolingIntake
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.front.vllm_methods import SaysWhatIsMissing
+from dovetail.lora import LoRARequest
 from dovetail.pooling import PoolingParams
 from dovetail.request import RequestFields
 from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
+    from dovetail.front.adapters import AdapterStore
     from dovetail.front.engine_args import EngineArgs
-    from dovetail.front.engine_info import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from dovetail.front.engine_info import CacheConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from dovetail.registry.registry import Registry
 
 logger = logging.getLogger("dovetail")
@@ -168,6 +170,7 @@ class LLMEngine(SaysWhatIsMissing):
         predicted_tokens: int | None = None,
         ttft_deadline: float | None = None,
         tbt_s: float | None = None,
+        lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> None:
         """Add a request, which generates, or with `PoolingParams` ends with its prompt and a `PoolingRequestOutput`. Raises, without side effects,
@@ -179,6 +182,8 @@ class LLMEngine(SaysWhatIsMissing):
         from its arrival time on. Policies see requests in order of time: an arrival time before that of a request already seen is raised to it, so
         that backdating gains nothing. `client`: the client that policies charge. `cache_salt`: share cached K and V only with requests of the same
         salt. `extra`: distribution -> fields for its components. `predicted_tokens`: a predicted length of the output, for policies that use one.
+        `lora_request`: the adapter to compute it with. It is loaded while the request waits; one that can't be used ends its requests as "rejected",
+        with the reason.
         """
         if others:
             from dovetail.front.vllm_args import check_call
@@ -197,6 +202,7 @@ class LLMEngine(SaysWhatIsMissing):
             predicted_tokens=predicted_tokens,
             ttft_deadline=ttft_deadline,
             tbt_s=tbt_s,
+            lora_request=lora_request,
         )
         self._add(request_id, prompt, params, fields, extra)
 
@@ -214,7 +220,10 @@ class LLMEngine(SaysWhatIsMissing):
         sampling = self._assembly.sampling(params, self._intake.seed_of(params), self._intake.bad_word_ids(params))
         constraints = self.constraints_of(params)
         watchers = [text if params.stop else None for text in texts]
-        samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints)
+        adapter = None
+        if checked.fields.lora_request is not None and self._assembly.adapters is not None:
+            adapter = self._assembly.adapters.get(checked.fields.lora_request)
+        samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints, adapter)
         self._groups[request_id] = group = RequestGroup(request_id, checked.text, checked.token_ids, params, samples, pools=pools)
         group.metrics.arrival_time = came
         self._builder.expect(group, texts)
@@ -358,6 +367,33 @@ class LLMEngine(SaysWhatIsMissing):
     def get_parallel_config(self) -> ParallelConfig:
 
         return engine_info.parallel_config(self.capacity)
+
+    def get_lora_config(self) -> LoRAConfig | None:
+        """Return the settings of adapters; None without `adapters`."""
+        return engine_info.lora_config(self.config)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter to the host before a request needs it, and wait for it. Raises `RequestError` if it can't be used."""
+        self._check_open()
+        self._adapters("add_lora").get(lora_request).copy.result()
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget the adapters of a `lora_int_id` on the host; running requests keep theirs. Returns False if there are none."""
+        return self._adapters("remove_lora").remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the `lora_int_id`s of the adapters on the host."""
+        return self._adapters("list_loras").ids()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep the adapters of a `lora_int_id` on the host until they are removed. Returns False if there are none."""
+        return self._adapters("pin_lora").pin(lora_id)
+
+    def _adapters(self, method: str) -> AdapterStore:
+        if self._assembly.adapters is None:
+            raise RequestError(f"{method}(): this engine takes no adapters: {ENABLE}")
+        return self._assembly.adapters
 
     def do_log_stats(self) -> None:
         """Log a line of statistics at level INFO to the logger "dovetail". The observer `log` does so periodically."""

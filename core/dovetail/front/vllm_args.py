@@ -61,7 +61,9 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         overrides |= instead
         if instead != {name: value}:
             _tell(row, value, instead)
-    return overrides
+    off = [section for section, value in overrides.items() if value is None]
+    kept = {key: value for key, value in overrides.items() if not any(key.startswith(f"{section}.") for section in off)}
+    return dict(sorted(kept.items(), key=lambda item: item[0].count(".")))  # a section before its keys
 
 
 def _check_spelling(name: str) -> None:
@@ -136,6 +138,13 @@ def _renamed(name: str, key: str, values: Mapping[Any, Any], otherwise: str, ref
     instead = {value: {} if new is None else {key: new} for value, new in values.items()}
     says = ", ".join(f"`{value!r}` is `{new!r}`" for value, new in values.items() if new is not None and new != value) or "the same"
     return Argument(name, key, lambda value: _look_up(instead, value), says, otherwise, tuple(values), (refused,))
+
+
+def _switch_of_section(name: str, key: str) -> Argument:
+    """True gives a section its defaults, False takes it away, with what other arguments set of it."""
+    instead: Mapping[Any, Mapping[str, Any]] = {None: {}, True: {key: {}}, False: {key: None}}
+    says = "`True` is an empty section, `False` is `null`, whatever other arguments say of it"
+    return Argument(name, key, lambda value: _look_up(instead, value), says, f"{name} is true or false", tuple(instead), ("yes",))
 
 
 def _number(name: str, key: str, example: int, automatic: Any = None) -> Argument:
@@ -228,7 +237,7 @@ def _pooler(name: str) -> Argument:
     return Argument(name, "pooling", becomes, says, _POOLERS, taken, ({"pooling_type": "STEP"}, {"step_tag_id": 3}, "CLS"))
 
 
-_MACHINES, _LORA = planned("Several machines"), planned("LoRA adapters")
+_MACHINES = planned("Several machines")
 _DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
 _POOLERS = "say it of this engine's pooling: pooling={'method': …, 'normalize': …}"
 _DECIDES = "the checkpoint decides what it can do, and each call says what to compute"
@@ -355,8 +364,15 @@ _ROWS = (
     _anyway("runner", "auto", "generate", "pooling", why=_DECIDES, otherwise=_DECIDES, refused="draft"),
     _anyway("convert", "auto", "none", "embed", why=_DECIDES, otherwise=f"{_DECIDES}; {_POOLERS}", refused="classify"),
     # What requests ask for
-    _anyway("enable_lora", *_OFF, why="there are no adapters", otherwise=_LORA, refused=True),
-    *(_anyway(name, None, why="there are no adapters", otherwise=_LORA, refused=8) for name in ("max_loras", "max_lora_rank")),
+    _switch_of_section("enable_lora", "adapters"),
+    _number("max_loras", "adapters.slots", 8),
+    _number("max_lora_rank", "adapters.max_rank", 64),
+    _number("max_cpu_loras", "adapters.host_copies", 64),
+    _anyway("lora_dtype", None, "auto", why="adapters have the model's type", otherwise="adapters have the model's type", refused="float16"),
+    _anyway("fully_sharded_loras", *_OFF, why="ranks share adapters as they do weights", otherwise="ranks share them already", refused=True),
+    _anyway("lora_target_modules", None, why="adapters name modules", otherwise="each adapter names its modules: leave it out", refused=["q_proj"]),
+    _never_matters("lora_extra_vocab_size", 256, "adapters of embeddings are refused"),
+    _anyway("enable_lora_bias", *_OFF, why="adapters have no biases", otherwise="adapters with biases aren't served: merge them", refused=True),
     _anyway("enable_prompt_adapter", *_OFF, why="there are no soft prompts", otherwise=_SOFT_PROMPTS, refused=True),
     *(
         _anyway(name, None, 0, why="there are no soft prompts", otherwise=_SOFT_PROMPTS, refused=8)
@@ -398,7 +414,6 @@ _ROWS = (
 )
 
 CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to do instead
-    "lora_request": _LORA,
     "prompt_adapter_request": _SOFT_PROMPTS,
     "use_beam_search": BEAM_SEARCH,
     "priority": "each request has its own: LLMEngine.add_request(…, priority=…)",

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.errors import UnsupportedError
-from dovetail.roadmap import planned
 
 METHOD_TABLE = {  # a method or attribute of vLLM's engines -> what to do instead
     "reward": 'encode(prompts, pooling_task="token_classify"), or classify(prompts) for a reward of the whole prompt',
-    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), planned("LoRA adapters")),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "nothing sleeps: `close()` gives the device's memory back; make a new engine then"),
     **dict.fromkeys(("start_profile", "stop_profile"), "observers=['perfetto'] writes a trace of steps and requests from the beginning"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "code that works on the model belongs into a plugin: write a model, sampler or executor"),

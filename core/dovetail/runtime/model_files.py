@@ -29,7 +29,7 @@ _SAME_AS_TEXT = {"qwen3_vl_text": "qwen3"}  # text models -> equivalent models f
 
 _INSTEAD_OF_A_CONFIG = {  # files that indicate other layouts than transformers'
     "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, with config.json",
-    "adapter_config.json": "this is an adapter (LoRA), not a model; merge it into its base model with PEFT's merge_and_unload, and serve that",
+    "adapter_config.json": "this is an adapter (LoRA), not a model; serve its base model with enable_lora=True, and name the adapter in lora_request",
 }
 _BESIDE_A_CONFIG = {  # files that indicate unsupported models
     "hf_quant_config.json": "weights quantized by ModelOpt aren't served; see docs/quantization.md",

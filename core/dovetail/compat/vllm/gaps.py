@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from dovetail.checks import did_you_mean
-from dovetail.roadmap import planned
 
 PACKAGE = "dovetail.compat.vllm"
 _TEXT_ONLY = "models of text alone are served"
@@ -18,7 +17,6 @@ _CONFIG = "arguments of LLM() say what there is to configure"
 INSTEAD = {  # the beginning of a module or name -> what to do instead
     "multimodal": _TEXT_ONLY,
     "assets": _TEXT_ONLY,
-    "LoRA": planned("LoRA adapters"),
     "config": _CONFIG,
     "VllmConfig": _CONFIG,
     "model_executor": "models and weight formats are plugins: see docs/plugins",

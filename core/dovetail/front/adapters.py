@@ -1,0 +1,198 @@
+"""`AdapterStore`: the LoRA adapters that an engine keeps on its host. Reads them in threads of its own, while their requests wait."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dovetail.api.executor import AdapterCapacity
+from dovetail.errors import RequestError, describe
+from dovetail.front.lora_files import AdapterContent, AdapterFiles, read_adapter
+from dovetail.lora import LoRARequest
+
+logger = logging.getLogger("dovetail")
+
+
+class HostCopy:
+    """An adapter's normalized file, which is removed with this object."""
+
+    def __init__(self, content: AdapterContent, path: Path) -> None:
+        try:
+            content.write(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        self.digest, self.path = content.digest, str(path)
+        weakref.finalize(self, partial(path.unlink, missing_ok=True)).atexit = False  # the directory goes then
+
+
+class RequestedAdapter:
+    """The `Adapter` of requests, which may still be loading."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.copy: Future[HostCopy] = Future()
+
+    @property
+    def path(self) -> str:
+        return self.copy.result().path
+
+    @property
+    def digest(self) -> str:
+        return self.copy.result().digest
+
+    def closed(self) -> bool:
+        return not self.copy.done()
+
+    def failed(self) -> str | None:
+        error = self.copy.exception()
+        return None if error is None else str(error)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was last read under a name."""
+
+    request: LoRARequest
+    files: AdapterFiles
+    digest: str
+
+
+@dataclass(slots=True)
+class _Looking:
+    """A name whose directory is being looked at, and the requests that came since."""
+
+    following: tuple[RequestedAdapter, LoRARequest] | None = None
+
+
+class AdapterStore:
+    """Keeps at most `most` copies, the least recently used go first; those of unfinished requests stay in any case. A name's directory is looked at
+    for each new request, and read again if it has changed. Thread safe."""
+
+    def __init__(self, capacity: AdapterCapacity, most: int, *, within: Path | None = None, threads: int = 2) -> None:
+        """`within`: the folder in which adapters must be; None: anywhere."""
+        self.capacity, self._most, self.within = capacity, most, within
+        self._folder = TemporaryDirectory(prefix="dovetail-adapters-", ignore_cleanup_errors=True)
+        self._numbers = itertools.count()
+        self._threads = ThreadPoolExecutor(threads, "dovetail-adapters")
+        self._lock = threading.Lock()
+        self._looking: dict[str, _Looking] = {}
+        self._names: dict[str, _Known] = {}
+        self._copies: OrderedDict[str, HostCopy] = OrderedDict()  # by digest
+        self._alive: weakref.WeakValueDictionary[str, HostCopy] = weakref.WeakValueDictionary()  # with those of unfinished requests
+        self._pinned: set[str] = set()  # names
+        self._closed = False
+
+    def get(self, request: LoRARequest) -> RequestedAdapter:
+        """Return the adapter, which is being looked for. Requests that come before its directory is looked at share the look."""
+        with self._lock:
+            looking = self._looking.get(request.lora_name)
+            if looking is not None and looking.following is not None and looking.following[1] == request:
+                return looking.following[0]
+            adapter = RequestedAdapter(request.lora_name)
+            if looking is None:
+                self._looking[request.lora_name] = _Looking()
+                self._threads.submit(self._look, adapter, request)
+            elif looking.following is None:
+                looking.following = adapter, request
+            else:  # another directory under the same name
+                self._threads.submit(self._fill, adapter, request)
+            return adapter
+
+    def ids(self) -> set[int]:
+        """Return the `lora_int_id`s of the adapters whose copies are kept."""
+        with self._lock:
+            return {known.request.lora_int_id for known in self._names.values()}
+
+    def remove(self, lora_id: int) -> bool:
+        """Forget the copies of an id; those of unfinished requests stay until these end. Returns False if there are none."""
+        with self._lock:
+            names = self._names_of(lora_id)
+            for name in names:
+                del self._names[name]
+            self._pinned -= names
+            self._evict()
+            return bool(names)
+
+    def pin(self, lora_id: int) -> bool:
+        """Keep the copies of an id until they are removed. Returns False if there are none."""
+        with self._lock:
+            names = self._names_of(lora_id)
+            self._pinned |= names
+            return bool(names)
+
+    def _names_of(self, lora_id: int) -> set[str]:
+        return {name for name, known in self._names.items() if known.request.lora_int_id == lora_id}
+
+    def close(self) -> None:
+        """End the threads, and remove all copies. Requests that still wait fail. Idempotent."""
+        self._closed = True
+        self._threads.shutdown(wait=True)
+        with self._lock:
+            self._names.clear()
+            self._copies.clear()
+        self._folder.cleanup()
+
+    # In a thread
+
+    def _look(self, adapter: RequestedAdapter, request: LoRARequest) -> None:
+        self._fill(adapter, request)
+        with self._lock:
+            following = self._looking.pop(request.lora_name, _Looking()).following
+            if following is not None:
+                self._looking[request.lora_name] = _Looking()
+        if following is not None:
+            try:
+                self._threads.submit(self._look, *following)
+            except RuntimeError:  # it was closed
+                self._fill(*following)
+
+    def _fill(self, adapter: RequestedAdapter, request: LoRARequest) -> None:
+        try:
+            adapter.copy.set_result(self._copy(request))
+        except RequestError as error:
+            adapter.copy.set_exception(RequestError(f"lora_request {request.lora_name!r}: {error}"))
+        except BaseException as error:  # of a disk that is full, too: it is this adapter's alone
+            logger.exception("an adapter can't be loaded")
+            adapter.copy.set_exception(RequestError(f"lora_request {request.lora_name!r} can't be loaded: {describe(error)}"))
+
+    def _copy(self, request: LoRARequest) -> HostCopy:
+        """Return the copy of what the request's directory holds now."""
+        if self._closed:
+            raise RequestError("the engine was closed")
+        files = AdapterFiles.find(request.lora_path, self.within)
+        with self._lock:
+            known = self._names.get(request.lora_name)
+            if known is not None and known.files == files and known.digest in self._copies:
+                self._copies.move_to_end(known.digest)
+                known.request = request
+                return self._copies[known.digest]
+        content = read_adapter(files, self.capacity)
+        if AdapterFiles.find(request.lora_path, self.within) != files:
+            raise RequestError("its files were changed while they were read: write them to another directory, and rename that")
+        copy = self._alive.get(content.digest) or HostCopy(content, Path(self._folder.name) / f"{next(self._numbers)}.safetensors")
+        with self._lock:
+            self._alive[content.digest] = copy
+            self._names[request.lora_name] = _Known(request, files, content.digest)
+            self._copies[content.digest] = copy
+            self._copies.move_to_end(content.digest)
+            self._evict()
+        return copy
+
+    def _evict(self) -> None:
+        """Drop the copies without a name, and the least recently used ones that are too many, but none that is pinned."""
+        named = {known.digest for known in self._names.values()}
+        self._copies = OrderedDict((digest, copy) for digest, copy in self._copies.items() if digest in named)
+        pinned = {self._names[name].digest for name in self._pinned}
+        spare = [digest for digest in self._copies if digest not in pinned]
+        for digest in spare[: max(0, min(len(self._copies) - self._most, len(spare) - 1))]:  # the newest stays
+            del self._copies[digest]
+        self._names = {name: known for name, known in self._names.items() if known.digest in self._copies}

@@ -1,0 +1,336 @@
+"""Reads LoRA adapters in PEFT's format and checks them against the model: `read_adapter`. Files are untrusted: whatever is wrong with one becomes a
+`RequestError`. Needs no torch, and runs in a thread of `dovetail.front.adapters`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.api.executor import AdapterCapacity
+from dovetail.checks import as_number, plain_integer, shown
+from dovetail.errors import RequestError
+from dovetail.json_files import is_deep
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MERGE = "merge the adapter into its base model with PEFT's merge_and_unload, and serve that"
+_MAX_CONFIG, _MAX_HEADER, _SLACK = 1 << 20, 16 << 20, 1 << 20  # bytes
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # of tensors, as numpy reads them
+_REFUSED = {  # options of PEFT's config that change more than linear layers by A and B; any value but None, False and an empty one
+    "use_dora": "DoRA also scales the weights",
+    "modules_to_save": "it replaces whole modules of the model",
+    "trainable_token_indices": "it changes embeddings of tokens",
+    "target_parameters": "it changes parameters that are no linear layers",
+    "alora_invocation_tokens": "an activated LoRA changes only what follows certain tokens",
+    "lora_bias": "it has biases",
+    "layer_replication": "it repeats layers of the model",
+    "use_qalora": "QA-LoRA pools its inputs",
+    "megatron_config": "Megatron's layers are others",
+    "arrow_config": "Arrow chooses among adapters by itself",
+}
+_READ = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "target_modules",
+    "layers_to_transform",
+    "bias",
+    "init_lora_weights",
+}
+_WITHOUT_EFFECT = {  # on a trained adapter: `fan_in_fan_out` says how the base weight is stored, others how training began
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "lora_dropout", "fan_in_fan_out"),
+    *("layers_pattern", "exclude_modules", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "runtime_config"),
+    *("qalora_group_size", "ensure_weight_tying"),
+}
+_KEEPS_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")  # values of `init_lora_weights` that leave the base model as it was
+_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_LAYER = re.compile(r".*\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter, and what tells whether they have changed since."""
+
+    config: Path
+    weights: Path
+    seen: tuple[tuple[int, ...], ...]  # device, inode, size, and times of change, of each
+
+    @classmethod
+    def find(cls, path: str, within: Path | None = None) -> AdapterFiles:
+        """Find the files in the directory `path`, which must be in the folder `within`, if there is one, whatever links say. Raises
+        `RequestError`."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise RequestError(f"{path} is no directory here: give one that has {CONFIG}; `hf download` fetches an adapter from the hub to one")
+        for name in (CONFIG, WEIGHTS):
+            if not (directory / name).exists():
+                others = sorted(file.name for file in directory.glob("adapter_model*.bin"))
+                hint = f", only {others[0]}: save the adapter as safetensors, since unpickling runs code" if others and name == WEIGHTS else ""
+                raise RequestError(f"{path} has no {name}{hint}")
+        config, weights = ((directory / name).resolve() for name in (CONFIG, WEIGHTS))
+        stats = [file.stat() for file in (config, weights)]
+        for file, one in zip((config, weights), stats, strict=True):
+            if within is not None and not file.is_relative_to(within.resolve()):
+                raise RequestError(f"{path}: {file.name} isn't below the folder of adapters")
+            if not stat.S_ISREG(one.st_mode):
+                raise RequestError(f"{path}: {file.name} is no regular file")
+        return cls(config, weights, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterContent:
+    """A checked adapter: the file that executors read, and a digest of what it was made from."""
+
+    digest: str
+    header: bytes
+    tensors: list[NDArray[Any]]
+
+    def write(self, path: Path) -> None:
+        with path.open("xb") as file:
+            file.write(len(self.header).to_bytes(8, "little") + self.header)
+            for tensor in self.tensors:
+                file.write(tensor.tobytes())
+
+
+def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterContent:
+    """Read and check an adapter for a model of that capacity. Raises `RequestError` naming the file and what is wrong."""
+    config_bytes = _read(files.config, _MAX_CONFIG, "that is no config of an adapter")
+    config = _Config.read(config_bytes, capacity.max_rank)
+    most = 8 * capacity.max_rank * sum(map(sum, capacity.modules.values())) + _MAX_HEADER + _SLACK
+    weights = _read(files.weights, most, f"no adapter of rank {capacity.max_rank} for this model is as large")
+    tensors = _tensors(weights)
+    modules = _paired(tensors, capacity)
+    config.check_modules(modules)
+    header: dict[str, dict[str, Any]] = {}
+    written: list[NDArray[Any]] = []
+    offset = 0
+    for peft_name, (module, (a_dtype, a), b) in modules.items():
+        rank, scale = config.rank_and_scale(peft_name)
+        size_in, size_out = capacity.modules[module]
+        if a.shape != (rank, size_in) or b.shape != (size_out, rank):
+            raise RequestError(
+                f"{WEIGHTS}: {peft_name}: lora_A {list(a.shape)} and lora_B {list(b.shape)} don't fit this model and the adapter's rank: expected "
+                f"{[rank, size_in]} and {[size_out, rank]}"
+            )
+        with np.errstate(over="ignore"):
+            scaled = b * np.float32(scale)
+        if not (np.isfinite(_as_float32(a_dtype, a)).all() and np.isfinite(scaled).all()):
+            raise RequestError(f"{WEIGHTS}: {peft_name} has numbers that are infinite or no numbers (NaN)")
+        for side, dtype, array in (("A", a_dtype, a), ("B", "F32", scaled)):
+            if dtype == "F64":
+                dtype, array = "F32", array.astype(np.float32)
+            header[f"{module}.lora_{side}"] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+            written.append(array)
+            offset += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    digest = hashlib.sha256(config_bytes + b"\0" + hashlib.sha256(weights).digest()).hexdigest()
+    return AdapterContent(digest, text + b" " * (-len(text) % 8), written)
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """What PEFT's config says of ranks, scales and modules."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]  # pattern of modules' names -> rank
+    alphas: Mapping[str, float]
+    rs: bool  # rank-stabilized: the scale is alpha / sqrt(rank)
+    targets: tuple[str, ...]  # ends of modules' names; empty: a pattern chose them
+    layers: frozenset[int]  # empty: all
+
+    @classmethod
+    def read(cls, content: bytes, max_rank: int) -> _Config:
+        try:
+            config = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{CONFIG} isn't valid JSON: {error}") from None
+        if not isinstance(config, dict) or is_deep(config):
+            raise RequestError(f"{CONFIG} must be an object")
+        _refuse(config)
+        rank, alpha = _rank("r", config.get("r")), _alpha("lora_alpha", config.get("lora_alpha"))
+        ranks = {key: _rank("rank_pattern", value) for key, value in _patterns(config, "rank_pattern")}
+        alphas = {key: _alpha("alpha_pattern", value) for key, value in _patterns(config, "alpha_pattern")}
+        if (most := max(rank, *ranks.values(), 0)) > max_rank:
+            raise RequestError(f"{CONFIG}: it has rank {most}, and this engine takes {max_rank} at most: raise adapters.max_rank (max_lora_rank)")
+        if type(config.get("use_rslora", False)) is not bool:
+            raise RequestError(f"{CONFIG}: use_rslora must be true or false, got {shown(config['use_rslora'])}")
+        targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+        if not isinstance(targets, str) and not _is_list_of(targets, str):
+            raise RequestError(f"{CONFIG}: target_modules must be a list of names or a pattern, got {shown(targets)}")
+        if layers is not None and type(layers) is not int and not _is_list_of(layers, int):
+            raise RequestError(f"{CONFIG}: layers_to_transform must be a layer's number or a list of them, got {shown(layers)}")
+        chosen = frozenset(layers if isinstance(layers, list) else () if layers is None else (layers,))
+        return cls(rank, alpha, ranks, alphas, bool(config.get("use_rslora")), tuple(targets) if isinstance(targets, list) else (), chosen)
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """Return the rank of a module's adapter, and the factor of its product."""
+        rank, alpha = _matching(self.ranks, module, self.rank), _matching(self.alphas, module, self.alpha)
+        return rank, 0.0 if rank == 0 else alpha / (math.sqrt(rank) if self.rs else rank)
+
+    def check_modules(self, names: Iterable[str]) -> None:
+        """Raise `RequestError` unless there are weights for just the modules that the config names."""
+        names, layers = list(names), set[int]()
+        for name in names:
+            if self.targets and not any(_ends_with(name, target) for target in self.targets):
+                raise RequestError(f"{WEIGHTS}: {name} isn't among the target_modules of {CONFIG}")
+            if (number := _LAYER.match(name)) is not None:
+                layers.add(int(number[1]))
+        for target in self.targets:
+            if not any(_ends_with(name, target) for name in names):
+                raise RequestError(f"{WEIGHTS} has no weights for {shown(target)}, which {CONFIG} names in target_modules: is it whole?")
+        if self.layers and self.layers != layers:
+            raise RequestError(
+                f"{WEIGHTS} has weights for the layers {sorted(layers)}, and {CONFIG} names {sorted(self.layers)} in layers_to_transform"
+            )
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """Raise `RequestError` for what can't be honoured."""
+    if config.get("peft_type") != "LORA":
+        raise RequestError(f"{CONFIG}: peft_type is {shown(config.get('peft_type'))}: only LORA is served; {MERGE}")
+    for name, value in config.items():
+        if name in _REFUSED and value:
+            raise RequestError(f"{CONFIG}: {name}={shown(value)}: {_REFUSED[name]}, which isn't served; {MERGE}")
+        if name not in _REFUSED and name not in _READ and name not in _WITHOUT_EFFECT and value:
+            raise RequestError(f"{CONFIG}: {shown(name)} is no known option, so it is unknown what it changes; {MERGE}")
+    if config.get("bias", "none") != "none":
+        raise RequestError(f"{CONFIG}: bias={shown(config['bias'])}: it changes biases of the model, which isn't served; {MERGE}")
+    if (init := config.get("init_lora_weights")) is not None and init not in _KEEPS_WEIGHTS:
+        raise RequestError(
+            f"{CONFIG}: init_lora_weights={shown(init)}: it has changed the weights of the base model; save it as a plain adapter, with PEFT's "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+
+
+def _paired(
+    tensors: Mapping[str, tuple[str, NDArray[Any]]], capacity: AdapterCapacity
+) -> dict[str, tuple[str, tuple[str, NDArray[Any]], NDArray[np.float32]]]:
+    """Return PEFT's name of each module -> the model's name, A with its dtype, and B."""
+    if not tensors:
+        raise RequestError(f"{WEIGHTS} has no tensors")
+    sides: dict[str, dict[str, tuple[str, NDArray[Any]]]] = {}
+    for name, tensor in tensors.items():
+        if (match := _KEY.fullmatch(name)) is None:
+            kind = "an adapter of embeddings" if "lora_embedding" in name else "a magnitude of DoRA" if "lora_magnitude" in name else "no A or B"
+            raise RequestError(f"{WEIGHTS}: {shown(name)} is {kind} of a linear layer, which isn't served; {MERGE}")
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
+    tails = {_tail(module): module for module in capacity.modules}
+    paired = {}
+    for name, sides_of in sides.items():
+        module = name if name in capacity.modules else tails.get(_tail(name))
+        if module is None:
+            raise RequestError(
+                f"{WEIGHTS}: {shown(name)} is no layer of this model that adapters may change, like {next(iter(capacity.modules), 'none')}"
+            )
+        if len(sides_of) < 2:
+            raise RequestError(f"{WEIGHTS}: {shown(name)} lacks its {'lora_B' if 'A' in sides_of else 'lora_A'}")
+        if len(sides_of["A"][1].shape) != 2 or len(sides_of["B"][1].shape) != 2:
+            raise RequestError(f"{WEIGHTS}: {shown(name)}: A and B must be matrices")
+        paired[name] = module, sides_of["A"], _as_float32(*sides_of["B"])
+    if len({module for module, *_ in paired.values()}) < len(paired):
+        raise RequestError(f"{WEIGHTS} has several adapters of one layer")
+    return paired
+
+
+def _tensors(content: bytes) -> dict[str, tuple[str, NDArray[Any]]]:
+    """Return the dtypes and tensors of a safetensors file by name; those of BF16 as unsigned integers."""
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or not 2 <= size <= min(_MAX_HEADER, len(content) - 8):
+        raise RequestError(f"{WEIGHTS} isn't a whole safetensors file")
+    try:
+        header = json.loads(content[8 : 8 + size])
+        entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file") from None
+    tensors, end = {}, 0
+    if not all(_is_list_of([*shape, begin, after], int) for _, _, shape, begin, after in entries):
+        raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file")
+    for name, dtype, shape, begin, after in sorted(entries, key=lambda entry: entry[3:]):
+        if dtype not in _DTYPES:
+            raise RequestError(f"{WEIGHTS}: {shown(name)} is of type {shown(dtype)}: an adapter has {', '.join(_DTYPES)}")
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or begin != end or after - begin != count * np.dtype(_DTYPES[dtype]).itemsize or 8 + size + after > len(content):
+            raise RequestError(f"{WEIGHTS} isn't a whole safetensors file: {shown(name)} would be at bytes {begin} to {after}")
+        tensors[name] = dtype, np.frombuffer(content, _DTYPES[dtype], count, 8 + size + begin).reshape(shape)
+        end = after
+    if 8 + size + end != len(content):
+        raise RequestError(f"{WEIGHTS} isn't a whole safetensors file: {len(content) - 8 - size - end} bytes belong to no tensor")
+    return tensors
+
+
+def _as_float32(dtype: str, tensor: NDArray[Any]) -> NDArray[np.float32]:
+    if dtype == "BF16":
+        return (tensor.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore"):
+        return tensor.astype(np.float32)
+
+
+def _read(path: Path, most: int, too_large: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise RequestError(f"{path.name} can't be read: {error.strerror or error}") from None
+    if len(content) > most:
+        raise RequestError(f"{path.name} has more than {most} bytes: {too_large}")
+    return content
+
+
+def _patterns(config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    """Return the items of a mapping from patterns of modules' names. Raises `RequestError` for a pattern that may take forever."""
+    patterns = config.get(name) or {}
+    if not isinstance(patterns, Mapping):
+        raise RequestError(f"{CONFIG}: {name} must map modules' names, got {shown(patterns)}")
+    for pattern in patterns:
+        repeats = len(re.findall(r"[*+{]", pattern))
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} is no pattern: {error}") from None
+        if repeats > 3 or re.search(r"\)[*+{]", pattern) or len(pattern) > 1_000:
+            raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} repeats too much to be matched: name the modules")
+    return [*patterns.items()]
+
+
+def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """Return the value of the first pattern that a module's name ends with, as PEFT does."""
+    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), otherwise)
+
+
+def _rank(name: str, value: Any) -> int:
+    if (rank := plain_integer(value)) is None or rank < 0:
+        raise RequestError(f"{CONFIG}: {name} must be a rank, an integer of 0 or more, got {shown(value)}")
+    return rank
+
+
+def _alpha(name: str, value: Any) -> float:
+    if (alpha := as_number(value)) is None:
+        raise RequestError(f"{CONFIG}: {name} must be a finite number, got {shown(value)}")
+    return alpha
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _tail(module: str) -> str:
+    """Return a module's name from its layer on: what precedes it depends on the class that PEFT has wrapped."""
+    return module[at:] if (at := module.find("layers.")) >= 0 else module

@@ -1,0 +1,257 @@
+"""`lora_request`: adapters read beside the engine, whose requests wait; rewritten, deleted and damaged ones; what is kept on the host."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from dovetail.api.executor import AdapterCapacity
+from dovetail.config import EngineConfig
+from dovetail.errors import ConfigError, RequestError, UnsupportedError
+from dovetail.front.adapters import AdapterStore
+from dovetail.front.lora_files import WEIGHTS, AdapterFiles, read_adapter
+from dovetail.front.vllm_args import translated
+from dovetail.testing.fake_executor import ADAPTED, expected_tokens
+from tests.adapters import install_fake, write_adapter
+from tests.registry.fakes import Site
+
+CAPACITY = AdapterCapacity(2, 16, ADAPTED)
+PROMPT = [5, 6, 7, 8, 9]
+PARAMS = SamplingParams(max_tokens=6, seed=0, detokenize=False, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        install_fake(Site(folder))
+        yield
+
+
+@pytest.fixture
+def make(fake: None) -> Iterator[Callable[..., LLM]]:
+    made: list[LLM] = []
+
+    def llm(**overrides: Any) -> LLM:
+        settings = {"executor": {"name": "fake", "num_blocks": 400}, "sampler": "default", "enable_lora": True, "max_num_seqs": 8}
+        made.append(LLM("demo", **(settings | overrides)))
+        return made[-1]
+
+    yield llm
+    for one in made:
+        one.close()
+
+
+def digest(folder: Path) -> str:
+    return read_adapter(AdapterFiles.find(str(folder)), CAPACITY).digest
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [[*output.outputs[0].token_ids] for output in outputs]
+
+
+def expected(folder: Path | None) -> list[int]:
+    return expected_tokens(PROMPT, 6, digest="" if folder is None else digest(folder))
+
+
+def test_each_prompt_is_computed_with_its_own_adapter(make: Callable[..., LLM], tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+    each = [LoRARequest(folder.name, 1 + place, str(folder)) for place, folder in enumerate(folders)]
+    found = make(max_loras=2).generate([PROMPT] * 5, PARAMS, use_tqdm=False, lora_request=[*each, None, each[0]])
+    assert tokens_of(found) == [expected(folder) for folder in (*folders, None, folders[0])]
+
+
+def test_one_adapter_for_all(make: Callable[..., LLM], tmp_path: Path) -> None:
+    folder, llm = write_adapter(tmp_path / "a"), make()
+    one = LoRARequest("a", 1, str(folder))
+    assert tokens_of(llm.generate([PROMPT] * 3, PARAMS, use_tqdm=False, lora_request=one)) == [expected(folder)] * 3
+    with llm.stream([PROMPT], PARAMS, lora_request=one) as stream:
+        assert [token for output in stream for token in output.outputs[0].token_ids] == expected(folder)
+
+
+def test_add_request_takes_one_and_samples_share_it(make: Callable[..., LLM], tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "a")
+    engine = make().llm_engine
+    engine.add_request(
+        "r", PROMPT, SamplingParams(max_tokens=6, n=2, seed=0, detokenize=False, ignore_eos=True), lora_request=LoRARequest("a", 1, str(folder))
+    )
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [*outputs[-1].outputs[0].token_ids] == expected(folder)
+    assert outputs[-1].outputs[1].token_ids != outputs[-1].outputs[0].token_ids
+
+
+def test_a_rewritten_adapter_is_read_again_and_a_deleted_one_serves_who_runs(make: Callable[..., LLM], tmp_path: Path) -> None:
+    llm, folder, found = make(), tmp_path / "a", list[list[int]]()
+    wanted = []
+    for seed in (0, 1, 2, 2):
+        write_adapter(folder, seed=seed)
+        wanted.append(expected(folder))
+        found += tokens_of(llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder))))
+    assert found == wanted
+    long = SamplingParams(max_tokens=100, seed=0, detokenize=False, ignore_eos=True)
+    with llm.stream([PROMPT], long, lora_request=LoRARequest("a", 1, str(folder))) as stream:
+        tokens = [*next(stream).outputs[0].token_ids]
+        before = expected_tokens(PROMPT, 100, digest=digest(folder))
+        shutil.rmtree(folder)
+        tokens += [token for output in stream for token in output.outputs[0].token_ids]
+    assert tokens == before
+    (gone,) = llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=LoRARequest("a", 1, str(folder)))
+    assert gone.outputs[0].finish_reason == "rejected"
+    assert "is no directory here" in str(gone.outputs[0].stop_reason)
+
+
+def test_a_damaged_adapter_fails_its_own_requests(make: Callable[..., LLM], tmp_path: Path) -> None:
+    good, bad = write_adapter(tmp_path / "good"), write_adapter(tmp_path / "bad")
+    whole = (bad / WEIGHTS).read_bytes()
+    (bad / WEIGHTS).write_bytes(whole[:-5])
+    llm = make()
+    each = [LoRARequest("good", 1, str(good)), LoRARequest("bad", 2, str(bad)), None]
+    found = llm.generate([PROMPT] * 3, PARAMS, use_tqdm=False, lora_request=each)
+    assert [output.outputs[0].finish_reason for output in found] == ["length", "rejected", "length"]
+    assert str(found[1].outputs[0].stop_reason).startswith("lora_request 'bad': adapter_model.safetensors isn't a whole safetensors file")
+    (bad / WEIGHTS).write_bytes(whole)
+    assert tokens_of(llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=each[1])) == [expected(bad)]
+
+
+def test_host_copies_are_bounded_and_go_with_the_engine(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    llm = make(max_loras=1, max_cpu_loras=3)
+    each = [LoRARequest(f"{seed}", 1 + seed, str(write_adapter(tmp_path / f"{seed}", seed=seed))) for seed in range(8)]
+    for _ in range(2):
+        llm.generate([PROMPT] * 8, PARAMS, use_tqdm=False, lora_request=each)
+    assert len([*scratch.rglob("*.safetensors")]) == 3
+    assert len(llm.llm_engine.list_loras()) == 3
+    llm.close()
+    assert not [*scratch.iterdir()]
+
+
+def test_vllms_methods(make: Callable[..., LLM], tmp_path: Path) -> None:
+    engine = make(max_cpu_loras=2).llm_engine
+    a, b, c, d = (LoRARequest(name, 1 + seed, str(write_adapter(tmp_path / name, seed=seed))) for seed, name in enumerate("abcd"))
+    assert engine.add_lora(a)
+    assert engine.pin_lora(1)
+    assert engine.add_lora(b)
+    assert engine.add_lora(c)
+    assert engine.list_loras() == {1, 3}
+    assert engine.remove_lora(1)
+    assert not engine.remove_lora(1)
+    assert not engine.pin_lora(7)
+    assert engine.add_lora(d)
+    assert engine.list_loras() == {3, 4}
+    with pytest.raises(RequestError, match="is no directory here"):
+        engine.add_lora(LoRARequest("e", 5, str(tmp_path / "e")))
+    config = engine.get_lora_config()
+    assert config is not None
+    assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (8, 16, 2)
+
+
+def test_without_adapters_a_request_for_one_is_refused_with_what_would_be_right(make: Callable[..., LLM]) -> None:
+    llm = make(enable_lora=False)
+    for call in (lambda: llm.generate(PROMPT, PARAMS, lora_request=LoRARequest("a", 1, "a")), lambda: llm.llm_engine.list_loras()):
+        with pytest.raises(RequestError, match="this engine takes no adapters: make it with enable_lora=True"):
+            call()
+    assert llm.llm_engine.get_lora_config() is None
+
+
+@pytest.mark.parametrize("wrong", ["a", 1, {"lora_name": "a"}])
+def test_anything_but_a_lora_request_is_refused(wrong: Any, make: Callable[..., LLM]) -> None:
+    with pytest.raises(RequestError, match=r"lora_request must be a dovetail\.LoRARequest"):
+        make().generate(PROMPT, PARAMS, lora_request=wrong)
+
+
+@pytest.mark.parametrize("fields", [("", 1, "a"), ("a", 0, "a"), ("a", 1, ""), ("a", True, "a"), (1, 1, "a"), ("a", 1, None)], ids=str)
+def test_wrong_fields_are_named(fields: tuple[Any, ...]) -> None:
+    with pytest.raises(RequestError, match="lora_"):
+        LoRARequest(*fields)
+
+
+def test_an_executor_without_adapters_is_refused(fake: None) -> None:
+    with pytest.raises(UnsupportedError, match="can't use LoRA adapters"):
+        LLMEngine.from_config("demo", executor={"name": "simulated"}, adapters={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        ({"enable_lora": True}, {"adapters": {}}),
+        (
+            {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64, "max_cpu_loras": 32},
+            {"adapters": {"slots": 4, "max_rank": 64, "host_copies": 32}},
+        ),
+        ({"max_loras": 4, "enable_lora": True}, {"adapters": {"slots": 4}}),
+        ({"max_loras": 4, "enable_lora": False}, {}),
+        ({"enable_lora": None, "lora_dtype": "auto", "fully_sharded_loras": False}, {}),
+    ],
+    ids=str,
+)
+def test_vllms_arguments(arguments: dict[str, Any], config: dict[str, Any]) -> None:
+    assert EngineConfig.load("demo", **translated(arguments)) == EngineConfig.load("demo", **config)
+    assert EngineArgs("demo", **arguments).create_engine_config() == EngineConfig.load("demo", **config)
+
+
+@pytest.mark.parametrize("key", ["adapters.slots", "adapters.max_rank", "adapters.host_copies", "adapters.slot_wait_s", "adapters.slot"])
+def test_wrong_settings_name_their_key(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        EngineConfig.load("demo", **{key: -1})
+
+
+def test_requests_that_come_at_once_share_a_look(tmp_path: Path) -> None:
+    store, request = AdapterStore(CAPACITY, 4), LoRARequest("a", 1, str(write_adapter(tmp_path / "a")))
+    try:
+        each = [store.get(request) for _ in range(1_000)]
+        assert {one.digest for one in each} == {digest(tmp_path / "a")}
+        assert len(set(map(id, each))) < 1_000
+    finally:
+        store.close()
+
+
+def test_a_name_whose_directory_changes_is_its_newest(tmp_path: Path) -> None:
+    store = AdapterStore(CAPACITY, 4)
+    one, other = (write_adapter(tmp_path / f"{seed}", seed=seed) for seed in range(2))
+    try:
+        for folder in (one, other, one):
+            assert store.get(LoRARequest("a", 1, str(folder))).digest == digest(folder)
+        assert len({store.get(LoRARequest(name, 1, str(one))).path for name in "ab"}) == 1, "equal adapters share a copy"
+    finally:
+        store.close()
+
+
+def test_closing_ends_all_waits(tmp_path: Path) -> None:
+    store, folder = AdapterStore(CAPACITY, 4, threads=1), write_adapter(tmp_path / "a")
+    each = [store.get(LoRARequest(f"{number}", 1, str(folder))) for number in range(50)]
+    each += [store.get(LoRARequest("0", 1, str(folder))) for _ in range(3)]
+    store.close()
+    assert all(not one.closed() for one in each)
+    assert all(one.failed() is None or "closed" in str(one.failed()) for one in each)
+
+
+def test_many_threads_get_what_they_ask_for(tmp_path: Path) -> None:
+    store = AdapterStore(CAPACITY, 2)
+    folders = [write_adapter(tmp_path / f"{seed}", seed=seed) for seed in range(6)]
+    wanted, wrong = [digest(folder) for folder in folders], list[str]()
+
+    def ask(start: int) -> None:
+        for turn in range(60):
+            number = (start + turn) % 6
+            adapter = store.get(LoRARequest(f"{number}", 1, str(folders[number])))
+            if adapter.digest != wanted[number] or not Path(adapter.path).is_file():
+                wrong.append(adapter.name)
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.close()
+    assert not wrong
