@@ -171,13 +171,14 @@ class LLM(SaysWhatIsMissing):
         use_tqdm: bool = True,
         pooling_task: Task | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool the states of one prompt or a list, each text or token ids, with one `PoolingParams` for all or one for each.
 
         `truncate_prompt_tokens` and `pooling_task` are the parameters of these names (`task`) for all prompts. `prompt_name`: the prompt stored in
         the checkpoint to put before each text; None: its default one, for embeddings, if it has one. Returns an output for each prompt, in order,
-        whose `outputs.data` is what was pooled as an array. Raises and ends as `generate` does.
+        whose `outputs.data` is what was pooled as an array. `lora_request`: as `generate` takes it. Raises and ends as `generate` does.
         """
         if others:
             check_call("encode", others, PoolingParams)
@@ -187,7 +188,7 @@ class LLM(SaysWhatIsMissing):
         prompts = self._prompted(prompts, params, prompt_name)
         with _no_collection() as begun:
             stream = OutputStream[PoolingRequestOutput[PoolingOutput]](
-                self.engine, "encode", self.engine.all_tokenized(prompts), params, [{}] * len(prompts), begun
+                self.engine, "encode", self.engine.all_tokenized(prompts), params, _fields_of_each(len(prompts), lora_request=lora_request), begun
             )
             return self._collected(stream, len(prompts), use_tqdm)
 
@@ -199,12 +200,14 @@ class LLM(SaysWhatIsMissing):
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt: `outputs.embedding`, a list of floats. Arguments as those of `encode`."""
         if others:
             check_call("embed", others, PoolingParams)
-        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm, "prompt_name": prompt_name}
+        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        given |= {"prompt_name": prompt_name, "lora_request": lora_request}
         return [EmbeddingRequestOutput.from_base(one) for one in self.encode(prompts, pooling_params, pooling_task="embed", **given)]
 
     def classify(
@@ -214,12 +217,13 @@ class LLM(SaysWhatIsMissing):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of a classifier's labels for each prompt: `outputs.probs`. Arguments as those of `encode`."""
         if others:
             check_call("classify", others, PoolingParams)
-        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm}
+        given: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm, "lora_request": lora_request}
         return [ClassificationRequestOutput.from_base(one) for one in self.encode(prompts, pooling_params, pooling_task="classify", **given)]
 
     def score(
@@ -233,6 +237,7 @@ class LLM(SaysWhatIsMissing):
         pooling_params: PoolingParams | None = None,
         template: str | None = None,
         chat_template: str | None = None,
+        lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
         """Return a score, `outputs.score`, for a query and each of several documents, or for each of several queries and its document.
@@ -250,9 +255,10 @@ class LLM(SaysWhatIsMissing):
         pairs = paired(data_1, data_2)
         params = _with(pooling_params or PoolingParams(), {"truncate_prompt_tokens": truncate_prompt_tokens})
         plan = self.engine.pooling.plan_scores(pairs, params, template)
+        fields = _fields_of_each(len(plan.prompts), lora_request=lora_request)
         with _no_collection() as begun:
             stream = OutputStream[PoolingRequestOutput[PoolingOutput]](
-                self.engine, "score", plan.prompts, [plan.params] * len(plan.prompts), [{}] * len(plan.prompts), begun
+                self.engine, "score", plan.prompts, [plan.params] * len(plan.prompts), fields, begun
             )
             outputs = self._collected(stream, len(plan.prompts), use_tqdm)
         return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
