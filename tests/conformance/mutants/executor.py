@@ -748,6 +748,83 @@ class DeclaresTooManyLines(LocalExecutor):
         return capacity
 
 
+# Pooling
+
+
+@mutant(caught_by="executor.pooled")
+class PoolsInFloat64(LocalExecutor):
+    def collect(self, handle: PendingStep) -> Result:
+        result = super().collect(handle)
+        return replace(result, pooled={index: value.astype(np.float64) for index, value in result.pooled.items()})
+
+
+@mutant(caught_by="executor.pooled")
+class PoolsByRow(LocalExecutor):
+    """`Result.pooled` is keyed by the row's number instead of its index in the batch."""
+
+    def collect(self, handle: PendingStep) -> Result:
+        result = super().collect(handle)
+        return replace(result, pooled={int(handle.rows[index]): value for index, value in result.pooled.items()})
+
+
+@mutant(caught_by="executor.pooled_beside")
+class PoolsTheLastChunk(LocalExecutor):
+    """Takes the mean of the states of a prompt's last step, divided by all of its tokens."""
+
+    def start(self) -> Capacity:
+        capacity = super().start()
+        pooler: Any = self.worker.runner.pooler  # type: ignore[union-attr]
+        gathered = pooler._gathered
+        pooler._gathered = lambda members, *rest: gathered([replace(member, begins=True) for member in members], *rest)
+        return capacity
+
+
+@mutant(caught_by="executor.pooled_beside")
+class SamplesOtherwiseBesideRowsThatPool(LocalExecutor):
+    """What generates beside them gets other tokens."""
+
+    def collect(self, handle: PendingStep) -> Result:
+        result = super().collect(handle)
+        shift = int(handle.batch.pooled is not None)
+        return replace(result, token_ids=np.where(result.token_ids < 0, result.token_ids, result.token_ids + shift))
+
+
+@mutant(caught_by="executor.pooled_again")
+class AddsToWhatWasThere(LocalExecutor):
+    """A row that begins anew adds to the states of its first attempt."""
+
+    def start(self) -> Capacity:
+        capacity = super().start()
+        pooler: Any = self.worker.runner.pooler  # type: ignore[union-attr]
+        gathered, unfinished = pooler._gathered, set[int]()
+
+        def added(members: Any, *rest: Any) -> Any:
+            known = [replace(member, begins=member.begins and member.number not in unfinished) for member in members]
+            for member in members:
+                (unfinished.discard if member.due else unfinished.add)(member.number)
+            return gathered(known, *rest)
+
+        pooler._gathered = added
+        return capacity
+
+
+@mutant(caught_by="executor.pooled_settings")
+class WantsWhatTheFirstRowWants(LocalExecutor):
+    """Treats all rows of a step alike."""
+
+    def submit(self, batch: Batch) -> PendingStep:
+        first = next((new.pooling for new in batch.added if new.pooling is not None), None)
+        added = tuple(new if new.pooling is None else replace(new, pooling=first) for new in batch.added)
+        return super().submit(replace(batch, added=added))
+
+
+@mutant(caught_by="executor.pooled_failed")
+class PoolsNan(LocalExecutor):
+    def collect(self, handle: PendingStep) -> Result:
+        pooled = {index: result.value() for index, result in handle.pooled.items()}
+        return replace(super().collect(handle), pooled=pooled, failed={})
+
+
 @mutant(caught_by="executor.failed_row")
 class NamesTheRowThatFailed(LocalExecutor):
     """`Result.failed` is keyed by the row's number instead of its index in the batch."""

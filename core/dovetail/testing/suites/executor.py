@@ -21,6 +21,7 @@ from dovetail.testing.suites.executor_blocks import ExecutorBlocks
 from dovetail.testing.suites.executor_drafts import ExecutorDrafts
 from dovetail.testing.suites.executor_late import ExecutorLate
 from dovetail.testing.suites.executor_logprobs import ExecutorLogprobs
+from dovetail.testing.suites.executor_pooled import ExecutorPooled
 from dovetail.testing.suites.executor_results import ExecutorResults
 from dovetail.testing.suites.executor_sampling import ExecutorSampling
 from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, require_quiet, require_same, stop
@@ -30,7 +31,7 @@ MUCH = 2**20  # bytes that no executor retains incidentally
 NOTICES_S = 3.0  # time limit for reporting a dead worker
 
 
-class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorDrafts, ExecutorLogprobs):
+class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorDrafts, ExecutorPooled, ExecutorLogprobs):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing else."""
 
     @check("executor.capacity", since="0.1")

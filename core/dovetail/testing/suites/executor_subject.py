@@ -37,20 +37,20 @@ class ExecutorSubject(Suite):
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Three are observed instead of declared: "workers" (`start` starts processes), "shared_prefix" and "drafts" (from `Capacity`)."""
-        if capability in ("workers", "shared_prefix", "drafts"):
+        """Four are observed instead of declared: "workers" (`start` starts processes), "shared_prefix", "drafts" and "pooling" (from `Capacity`)."""
+        if capability in ("workers", "shared_prefix", "drafts", "pooling"):
             return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
         return super().declares(capability)
 
-    def _make(self, model_dir: Path | None = None, max_drafts: int = 0) -> Executor:
+    def _make(self, model_dir: Path | None = None, max_drafts: int = 0, pooling: Mapping[str, Any] | None = None) -> Executor:
         clock: Clock = VirtualClock() if self.capabilities.virtual_clock else WallClock()
-        executor: Executor = self.make(_context(self.model, clock, model_dir, max_drafts))
+        executor: Executor = self.make(_context(self.model, clock, model_dir, max_drafts, pooling or {}))
         return executor
 
     @contextmanager
-    def _bench(self, model_dir: Path | None = None, max_drafts: int = 0) -> Iterator[Bench]:
+    def _bench(self, model_dir: Path | None = None, max_drafts: int = 0, pooling: Mapping[str, Any] | None = None) -> Iterator[Bench]:
         """Start an executor, and stop it at the end."""
-        executor = self._make(model_dir, max_drafts)
+        executor = self._make(model_dir, max_drafts, pooling)
         try:
             yield Bench(executor, executor.start())
         finally:
@@ -72,17 +72,18 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
         with suppress(UnsupportedError), suite()._bench(max_drafts=max_drafts) as bench:
             capacity = bench.capacity
             has = {"workers": bool(set(child_processes()) - before), "shared_prefix": capacity.shared_prefix, "drafts": capacity.max_lines > 0}
+            has["pooling"] = capacity.pooling is not None
             break
     return frozenset(name for name, there in has.items() if there)
 
 
-def _context(model: str, clock: Clock, model_dir: Path | None, max_drafts: int) -> ExecutorContext:
+def _context(model: str, clock: Clock, model_dir: Path | None, max_drafts: int, pooling: Mapping[str, Any]) -> ExecutorContext:
     """Make a context as the engine does."""
     registry = installed(tuple(sys.path))
     config = EngineConfig.load({"model": model, **SETTINGS})
     parts = find_parts(config, registry)
     return ExecutorContext(
-        config=replace(config.executor_config(model_dir or resolve_model(model, registry)), max_drafts=max_drafts),
+        config=replace(config.executor_config(model_dir or resolve_model(model, registry)), max_drafts=max_drafts, pooling=pooling),
         clock=clock,
         models=tuple(part.ref() for part in parts.models),
         attention=tuple(part.ref() for part in parts.attention),
