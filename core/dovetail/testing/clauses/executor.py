@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
+NO_ADAPTERS = "no executor of the suite has a bank of adapters; the engine's own tests compare them with merged weights"
 NO_STATES = "no model of the suite has recurrent layers; models' suites and the engine's own tests do"
 
 CLAUSES: Marks = {
@@ -15,6 +16,8 @@ CLAUSES: Marks = {
     "ExecutorConfig.kv_cache_scales": unchecked("no cache of the suite's executors has scales"),
     "ExecutorConfig.state_dtype": unchecked(NO_STATES),
     "ExecutorConfig.max_drafts": held("drafts", "drafts_limits"),
+    "ExecutorConfig.pooling": held("pooled_beside", "pooled_settings"),
+    "ExecutorConfig.max_adapters": unchecked(NO_ADAPTERS),
     "ExecutorConfig.draft_model": unchecked("no executor of the suite runs one"),
     "ExecutorConfig.draft_head": unchecked("no executor of the suite runs one"),
     "ExecutorConfig.quantization": unchecked("the suite's checkpoint is plain"),
@@ -28,6 +31,21 @@ CLAUSES: Marks = {
         "`draft_head`": unchecked("no executor of the suite runs one"),
         "*": held("hygiene.capabilities"),
     },
+    "RowPooling": held("pooled", "pooled_settings"),
+    "RowPooling.second": unchecked("no model of the suite has token types"),
+    "PoolingCapacity": {
+        "can serve `tasks`": held("pooled", "pooled_beside"),
+        "numbers of an embedding": held("pooled"),
+        "of a classifier": held("pooled", but="the suite's model isn't one"),
+        "can generate": held("pooled_beside"),
+        "sizes to which": held("pooled_settings"),
+        "*": unchecked("no model of the suite attends to later tokens"),
+    },
+    "PoolingCapacity.needs_all_states": held("pooled_again"),
+    "AdapterCapacity": unchecked(NO_ADAPTERS),
+    "AdapterLoad": unchecked(NO_ADAPTERS),
+    "Capacity.pooling": held("pooled", "pooled_beside"),
+    "Capacity.adapters": unchecked(NO_ADAPTERS),
     "Capacity.max_lines": held("drafts_limits", "drafts"),
     "Capacity.line_costs": unchecked("suites don't judge times"),
     "Capacity.draft_costs": unchecked("suites don't judge times"),
@@ -37,11 +55,15 @@ CLAUSES: Marks = {
         "It may have run before": held("ids_stay"),
         "in its blocks already": held("cached"),
         "Of a recurrent group": unchecked(NO_STATES),
+        "yields no token": held("pooled", "pooled_beside", "pooled_again"),
+        "LoRA adapter": unchecked(NO_ADAPTERS),
         "*": held("row_reuse"),
     },
     "RowCheckpoint": unchecked(NO_STATES),
     "Drafts": {"-1:": unchecked("no executor of the suite runs a draft model"), "*": held("drafts", "drafts_beside")},
     "Batch.drafts": held("drafts"),
+    "Batch.pooled": held("pooled"),
+    "Batch.adapters": unchecked(NO_ADAPTERS),
     "Batch.num_lines": TOLD,
     "Batch": {
         "Drafts (speculative decoding)": held("drafts", "drafts_beside"),
@@ -72,7 +94,10 @@ CLAUSES: Marks = {
         "tokens that each row yielded": held("drafts", "drafts_beside"),
         "Given exactly if": held("drafts", "results"),
         "index in the batch -> logprobs": held("prompt_logprobs"),
-        "why this row failed": held("results", "failed_row", but="detecting a row with NaN isn't required, only that no other row is reported"),
+        "the result of a row": held("pooled", "pooled_failed"),
+        "why this row failed": held(
+            "results", "failed_row", "pooled_failed", but="detecting NaN isn't required of rows that sample, only that no other row is reported"
+        ),
     },
     "Executor": TOLD,
     "Executor.start": held("failed_start", "capacity"),
