@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from dovetail.api.executor import RowPooling
+from dovetail.api.executor import Executor, RowPooling
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail_executors.local import LocalExecutor
-from dovetail_executors.options import LocalOptions
+from dovetail_executors.options import LocalOptions, TensorOptions
+from dovetail_executors.tensor import TensorExecutor
 from tests.models.pooling_checkpoints import dense, save, sentence_transformer, states
 from tests.runtime.demo import DEMO, context
 
@@ -27,8 +28,10 @@ TASKS = ("embed", "token_embed")
 
 
 @contextmanager
-def started(directory: Path | str, **changes: Any) -> Iterator[Bench]:
-    executor = LocalExecutor(LocalOptions(device="cpu", num_blocks=30), context(model=str(directory), **changes))
+def started(directory: Path | str, ranks: int = 1, **changes: Any) -> Iterator[Bench]:
+    own = context(model=str(directory), **changes)
+    options: dict[str, Any] = {"device": "cpu", "num_blocks": 30}
+    executor: Executor = LocalExecutor(LocalOptions(**options), own) if ranks == 1 else TensorExecutor(TensorOptions(size=ranks, **options), own)
     try:
         yield Bench(executor, executor.start())
     finally:
@@ -161,6 +164,16 @@ def test_a_generator_scores_by_two_tokens(by: str, tied: bool, tmp_path: Path) -
         agree(pooled(bench, RowPooling("classify"), 5), lambda tokens: expected(tokens).sigmoid())
         agree(pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(states(model, tokens)[-1], dim=-1))
         assert len(bench.alone("a", PROMPTS[0], 2)) == 2
+
+
+def test_ranks_pool_together(tmp_path: Path) -> None:
+    model = save(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
+    with started(tmp_path, ranks=2, pooling={"method": "mean", "score_tokens": (11, 5)}) as bench:
+        agree(pooled(bench, RowPooling("embed"), 4), lambda tokens: F.normalize(states(model, tokens).mean(0), dim=-1))
+        weight = model.lm_head.weight.data
+        agree(
+            pooled(bench, RowPooling("classify", activate=False)), lambda tokens: F.linear(states(model, tokens).mean(0), weight[11:12] - weight[5:6])
+        )
 
 
 def test_tokens_of_scores_are_given_as_texts(tmp_path: Path) -> None:
