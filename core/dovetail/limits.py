@@ -33,6 +33,9 @@ class Limits(BaseModel):
     max_extra_size: CountOrZero = 65536
     """The most items and characters, with all that is nested in them, of `extra_args` and of `extra`."""
 
+    max_inputs: Count = 2048
+    """The most texts of one HTTP request that embeds, classifies or scores."""
+
     max_stop_strings: CountOrZero = 256
     """The most stop strings (`stop`)."""
 

@@ -92,13 +92,13 @@ def test_scores_of_an_embedding_model_are_cosines_and_each_text_is_embedded_once
 def test_stored_prompts_are_put_before_texts() -> None:
     stored = dataclasses.replace(PoolingFacts(EMBEDDER, 100, "max_model_len"), prompts={"query": "Q: ", "passage": "P: "}, default_prompt="passage")
     pooling = PoolingIntake(stored, lambda texts: [TokenizedText(text, [1]) for text in texts], lambda: pytest.fail("no tokenizer is needed"))
-    assert pooling.prompted(["a"], "query") == ["Q: a"]
-    assert pooling.prompted(["a"], None) == ["P: a"]
+    assert pooling.prompted("a", "query") == "Q: a"
+    assert pooling.prompted("a", None) == "P: a"
     plan = pooling.plan_scores([("a", "b"), ("a", "a")], PoolingParams())
     assert [prompt.text for prompt in plan.prompts] == ["Q: a", "P: b", "P: a"]
     assert plan.places == [(0, 1), (0, 2)]
     with pytest.raises(RequestError, match="no prompt named 'doc'; it has 'query', 'passage'"):
-        pooling.prompted(["a"], "doc")
+        pooling.prompted("a", "doc")
 
 
 @pytest.mark.parametrize("content", [{"prompts": {"q": 1}}, {"prompts": ["q"]}, {"prompts": {"q": ""}, "default_prompt_name": "d"}])

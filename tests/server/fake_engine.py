@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.errors import DovetailError, EngineDeadError
+from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.intake import GenerationDefaults, IntakeFacts
+from dovetail.front.pooling import PoolingIntake
 from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
@@ -61,6 +62,10 @@ class FakeEngine:
         self.refusal: DovetailError | None = None  # of the next requests
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pooling(self) -> PoolingIntake:
+        raise RequestError("the fake can't pool")
 
     def tokenized(self, prompt: Prompt) -> Prompt:
         text, ids = _read(prompt, self.tokenizer)

@@ -29,7 +29,7 @@ from dovetail_server.sockets import BACKLOG, allow_open_files, is_on_loopback
 from dovetail_server.streams import ClientGone, until_disconnected
 from dovetail_server.wire import DirectProtocol
 
-POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/embeddings")
 ASKED = {"/health": b"/health", "/ready": b"/readiness", "/v1/models": None, "/v1/models/{model:path}": None}  # the router's path; None: the same
 READ_BYTES = 2**16
 _OWN = frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"expect"})  # headers that the gate sets

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 from dovetail.errors import DovetailError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.intake import IntakeFacts
+from dovetail.front.pooling import PoolingIntake
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
+from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import SamplingParams
 
 
@@ -106,7 +108,11 @@ class ServedEngine(Protocol):
     def tokenized(self, prompt: Prompt) -> Prompt:
         """Tokenize a text prompt; return others unchanged. Thread-safe. Raises `RequestError`."""
 
-    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
+    @property
+    def pooling(self) -> PoolingIntake:
+        """What makes prompts for requests that pool. Raises `RequestError` if the engine can't."""
+
+    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: Listener, **fields: Any) -> None:
         """Submit a request. Outputs are deltas, whatever `params.output_kind`. `fields`: those of `RequestFields`, and `extra`. Text is tokenized in
         the calling thread: pass long texts through `tokenized` first.
 

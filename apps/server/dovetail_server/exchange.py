@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError, RequestError
 from dovetail.front.request_checks import Prompt, check_counts, check_params, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText
+from dovetail.pooling import PoolingParams, PoolingRequestOutput
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket, receive_body
@@ -104,7 +107,7 @@ class OutputListener:
         """Process new output. An error fails the exchange and aborts its requests."""
         raise NotImplementedError
 
-    def on_output(self, output: RequestOutput) -> None:
+    def on_output(self, output: Any) -> None:
         if self.meter is not None:
             self.meter.saw(output)
         if not self.begun:
@@ -144,7 +147,7 @@ class OutputListener:
             self.meter.ended("error")
         self.exchange.fail(error)
 
-    def _begin(self, output: RequestOutput) -> None:
+    def _begin(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
         self.begun = True
         self.times = output.metrics
         self.prompt_tokens, self.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
@@ -154,7 +157,25 @@ class OutputListener:
             self.ticket.leave(begun=True)
 
 
-def _failure(sample: CompletionOutput) -> DovetailError:
+class PooledListener(OutputListener):
+    """Listener to a request that pools."""
+
+    data: NDArray[np.float32]  # once it has ended
+
+    def on_output(self, output: Any) -> None:
+        if self.meter is not None:
+            self.meter.saw_pooled(output)
+        self._begin(output)
+        self.ended = True
+        self.finish_reasons.append(output.finish_reason or "stop")
+        if output.outputs is None:
+            self.exchange.fail(_failure(output))
+            return
+        self.data = output.outputs.data
+        self.exchange.listener_ended()
+
+
+def _failure(sample: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailError:
     if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("structured"):  # the grammar failed to compile: see `front.grammars`
         return RequestError(str(sample.stop_reason))
     if sample.finish_reason == "rejected":
@@ -303,7 +324,13 @@ class Exchange:
         self.stream = EventStream(self.scope, self._send, shape or self.shape, bound, self.server.outbox, error_event)
         return self.stream
 
-    async def run(self, answer_id: str, params: SamplingParams, fields: Mapping[str, Any], requests: Sequence[tuple[Prompt, OutputListener]]) -> None:
+    async def run(
+        self,
+        answer_id: str,
+        params: SamplingParams | PoolingParams,
+        fields: Mapping[str, Any],
+        requests: Sequence[tuple[Prompt, OutputListener]],
+    ) -> None:
         """Submit a request for each prompt, and wait for their end; send a stream to its end. `answer_id` begins the request ids. Raises what
         `attended` raises, and the error of the first request that fails before an event was written."""
         async with self.attended():
@@ -316,7 +343,7 @@ class Exchange:
             self.record.answer_id, self.record.params = answer_id, params
             for index, ((_, listener), count) in enumerate(zip(requests, tokens, strict=True)):
                 listener.ticket = self.server.admission.enter(count)
-                listener.meter = self.server.metrics.meter(fields.get("client"), params.n, self.record.began)
+                listener.meter = self.server.metrics.meter(fields.get("client"), getattr(params, "n", 1), self.record.began)
                 self._listeners[answer_id if len(requests) == 1 else f"{answer_id}-{index}"] = listener
             tasks = [
                 asyncio.create_task(self._submit(request_id, prompt, params, listener, fields))
@@ -331,7 +358,9 @@ class Exchange:
                 for task in tasks:
                     task.cancel()
 
-    async def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: OutputListener, fields: Mapping[str, Any]) -> None:
+    async def _submit(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: OutputListener, fields: Mapping[str, Any]
+    ) -> None:
         try:
             await self.engine.submit(request_id, prompt, params, listener, **fields)
         except Exception as error:

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from dovetail.api.executor import HostLogprobs
+from dovetail.api.executor import HostLogprobs, RowPooling
 from dovetail.front.intake import CheckedRequest
 from dovetail.limits import Limits
 from dovetail.request import FinishReason, RequestFields
@@ -42,6 +43,8 @@ class Add(msgspec.Struct, array_like=True, tag=1):
     fields: RequestFields
     extra: dict[str, Any] | None
     confirms: bool  # the front end waits for `Accepted` or `Refused`; otherwise only refusals are reported
+    pooling: RowPooling | None = None  # what it pools, if it does
+    indivisible: bool = False  # its prompt is computed in one step
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2):
@@ -140,11 +143,29 @@ class PackedLogprobs(msgspec.Struct, array_like=True, gc=False):
         return HostLogprobs(token_ids, logprobs, np.frombuffer(self.ranks, np.int32).astype(np.int64))
 
 
+class PackedResult(msgspec.Struct, array_like=True, gc=False):
+    """What was pooled for a sample."""
+
+    number: int
+    size: int  # of a vector
+    data: bytes  # float32 [size], or [prompt tokens, size]
+    for_each_token: bool
+
+    @classmethod
+    def of(cls, number: int, data: NDArray[np.float32]) -> PackedResult:
+        return cls(number, data.shape[-1], data.astype(np.float32, copy=False).tobytes(), data.ndim > 1)
+
+    def array(self) -> NDArray[np.float32]:
+        data = np.frombuffer(self.data, np.float32)
+        return data.reshape(-1, self.size) if self.for_each_token else data
+
+
 class Extra(msgspec.Struct, array_like=True, gc=False):
     """Further results of a step, for requests that ask for more than tokens."""
 
     logprobs: PackedLogprobs | None = None
     prompt_logprobs: tuple[tuple[int, PackedLogprobs], ...] = ()  # number, rows
+    pooled: tuple[PackedResult, ...] = ()
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
@@ -209,6 +230,8 @@ def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[
         fields=request.fields,
         extra=None if not extra else dict(extra),
         confirms=bool(extra),
+        pooling=request.pooling,
+        indivisible=request.indivisible,
     )
 
 
@@ -217,4 +240,4 @@ def request_of(add: Add) -> CheckedRequest:
     prompt_array = np.frombuffer(add.token_ids, np.int32).astype(np.int64)
     prompt_array.flags.writeable = False
     params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)
-    return CheckedRequest(add.request_id, None, (), prompt_array, params, add.max_tokens, add.fields)
+    return CheckedRequest(add.request_id, None, (), prompt_array, params, add.max_tokens, add.fields, add.pooling, add.indivisible)

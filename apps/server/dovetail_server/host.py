@@ -40,6 +40,7 @@ from dovetail_server.frames import (
     First,
     Hello,
     PackedLogprobs,
+    PackedResult,
     Refused,
     Reset,
     StepFrame,
@@ -380,7 +381,7 @@ class EngineHost:
                 part.numbers.append(number)
                 part.tokens.append(token)
         if self._new:
-            for request in self._new.intersection(delivery.requests):
+            for request in self._new.intersection([*delivery.requests, *(request for request, _ in delivery.pooled)]):
                 front_end, number = places[request]
                 times = request.first_scheduled_time, request.first_token_time
                 part_of(front_end).first.append(First(number, request.cached_tokens, *times))
@@ -389,11 +390,11 @@ class EngineHost:
             front_end, number = places[request]
             ended = Finished(number, finish.reason, finish.stop_reason, request.preemptions, finish.keeps_token, tuple(request.pauses))
             part_of(front_end).finished.append(ended)
-        if delivery.logprobs or delivery.prompt_logprobs:
-            self._put_logprobs(delivery, part_of)
+        if delivery.logprobs or delivery.prompt_logprobs or delivery.pooled:
+            self._put_extra(delivery, part_of)
         return parts
 
-    def _put_logprobs(self, delivery: Delivery, part_of: Callable[[_FrontEnd], _Columns]) -> None:
+    def _put_extra(self, delivery: Delivery, part_of: Callable[[_FrontEnd], _Columns]) -> None:
         rows: dict[_FrontEnd, list[tuple[int, int]]] = {}  # number, row
         prompts: dict[_FrontEnd, list[tuple[int, PackedLogprobs]]] = {}
         for request, _, row in delivery.logprobs:
@@ -402,13 +403,17 @@ class EngineHost:
         for request, hosts in delivery.prompt_logprobs:
             front_end, number = self._places[request]
             prompts.setdefault(front_end, []).append((number, PackedLogprobs.of(hosts)))
-        for front_end in {**rows, **prompts}:
+        pooled: dict[_FrontEnd, list[PackedResult]] = {}
+        for request, data in delivery.pooled:
+            front_end, number = self._places[request]
+            pooled.setdefault(front_end, []).append(PackedResult.of(number, data))
+        for front_end in {**rows, **prompts, **pooled}:
             packed = None
             if front_end in rows:
                 numbers, kept = zip(*rows[front_end], strict=True)
                 hosts = delivery.logprobs[0][1]  # all of one step
                 packed = PackedLogprobs.of(hosts, pack_numbers(numbers), kept)
-            part_of(front_end).extra = Extra(packed, tuple(prompts.get(front_end, ())))
+            part_of(front_end).extra = Extra(packed, tuple(prompts.get(front_end, ())), tuple(pooled.get(front_end, ())))
 
     def _send(self, front_end: _FrontEnd, message: ToFrontEnd) -> None:
         """Send a message. If the front end doesn't read, abort its samples, and tell it once it reads again."""

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.pooling import PoolingRequestOutput
 from dovetail.request import FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import ServedEngine
 
@@ -292,6 +293,13 @@ class RequestMeter:
         if output.finished:
             self._prompt_tokens = len(output.prompt_token_ids)
             self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"))
+
+    def saw_pooled(self, output: PoolingRequestOutput[Any]) -> None:
+        """Count the one output of a request that pools: it ends with its prompt, and has no tokens."""
+        self._prompt_tokens, self._times = len(output.prompt_token_ids), output.metrics
+        if output.outputs is not None:
+            self._metrics.request_began(self._clock() - self._arrived, self._prompt_tokens, output.num_cached_tokens, self._client)
+        self.ended(output.finish_reason or "stop")
 
     def saw_tokens(self, tokens: int) -> None:
         """Count an output of one sample that isn't the first: the fast path of `saw`."""

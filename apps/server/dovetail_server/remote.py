@@ -27,8 +27,10 @@ from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake
 from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
+from dovetail.front.pooling import PoolingIntake
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
+from dovetail.pooling import PoolingParams
 from dovetail.request import RequestFields
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_server.engine import Decisions, Listener, Load
@@ -218,7 +220,11 @@ class RemoteEngine:
     def tokenized(self, prompt: Prompt) -> Prompt:
         return self._intake.tokenized(prompt)
 
-    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
+    @property
+    def pooling(self) -> PoolingIntake:
+        return self._intake.pooling
+
+    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: Listener, **fields: Any) -> None:
         self.check_health()
         extra = fields.pop("extra", None)
         if unknown := sorted(set(fields) - set(_FIELDS)):
@@ -228,7 +234,8 @@ class RemoteEngine:
         given = RequestFields(**fields)
         request_checks.at_most("unfinished requests", self.num_unfinished + 1, self.info.intake.limits, "max_waiting")
         self._check_free(request_id)
-        params = changed_unchecked(params, output_kind=OutputKind.DELTA)
+        if isinstance(params, SamplingParams):
+            params = changed_unchecked(params, output_kind=OutputKind.DELTA)
         checked = self._intake.check(request_id, prompt, params, given, extra)
         self._check_free(checked.request_id)
         entry = self._give(checked, listener, extra)
@@ -269,7 +276,7 @@ class RemoteEngine:
         self._line.send(add_of(number, checked, self._intake.seed_of(params), bad_words, extra))
         self._next_number += params.n
         samples = [Sample(number + index, self._time if came is None else came, text if params.stop else None) for index, text in enumerate(texts)]
-        group = RequestGroup(checked.request_id, checked.text, checked.token_ids, params, samples)
+        group = RequestGroup(checked.request_id, checked.text, checked.token_ids, params, samples, pools=checked.pooling is not None)
         self._builder.expect(group, texts)
         confirmed = asyncio.get_running_loop().create_future() if extra else None
         entry = self._open[checked.request_id] = _Open(group, listener, confirmed)
@@ -397,6 +404,9 @@ class RemoteEngine:
         for number, packed in extra.prompt_logprobs:
             if (sample := self._samples.get(number)) is not None:
                 news.prompt_logprobs.append((sample, packed.hosts()))
+        for result in extra.pooled:
+            if (sample := self._samples.get(result.number)) is not None:
+                news.pooled.append((sample, result.array()))
 
     # Ends
 

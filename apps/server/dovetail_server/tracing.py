@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dovetail.errors import MissingExtraError
+from dovetail.pooling import PoolingParams
 from dovetail.request import RequestMetrics
 from dovetail.sampling_params import SamplingParams
 
@@ -43,7 +44,7 @@ class RequestRecord:
     model: str | None = None
     error: str | None = None
     gone: bool = False  # the client disconnected before the end
-    params: SamplingParams | None = None  # None: nothing was submitted to the engine
+    params: SamplingParams | PoolingParams | None = None  # None: nothing was submitted to the engine
     answer_id: str = ""
     prompts: int = 0
     finish_reasons: list[str] = field(default_factory=list)
@@ -142,7 +143,9 @@ def phases_of(times: RequestMetrics, now: float) -> list[tuple[str, float, float
 
 def attributes_of(scope: Scope, record: RequestRecord, took_s: float) -> dict[str, str | int | float | list[str]]:
     """Return the attributes of a request's span. Times are in seconds; unknown ones are omitted."""
-    params, times = record.params or SamplingParams(), record.times
+    params, times = record.params, record.times
+    if not isinstance(params, SamplingParams):
+        params = SamplingParams(max_tokens=None)
     known: dict[str, str | int | float | list[str] | None] = {
         "gen_ai.request.id": scope.get("dovetail.request_id"),
         "gen_ai.response.id": record.answer_id,

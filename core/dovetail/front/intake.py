@@ -179,11 +179,7 @@ class Intake:
         """The part for requests that pool. Raises `RequestError` if the engine can't."""
         if self.facts.pooling is None:
             raise RequestError(f"executor {self.facts.executor} can't pool: it generates only; embeddings and scores need `local` or `tensor`")
-
-        def tokenized(texts: Sequence[str]) -> list[TokenizedText]:
-            return [prompt for prompt in self.all_tokenized(texts) if isinstance(prompt, TokenizedText)]  # as all of them are
-
-        return PoolingIntake(self.facts.pooling, tokenized, self._tokenizer)
+        return PoolingIntake(self.facts.pooling, self.all_tokenized, self._tokenizer)
 
     def check(
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, fields: RequestFields, extra: Mapping[str, Any] | None

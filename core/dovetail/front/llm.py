@@ -26,7 +26,7 @@ from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.pooling import ScorePlan, paired
-from dovetail.front.request_checks import Prompt, content_of
+from dovetail.front.request_checks import Prompt
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.lora import LoRARequest
@@ -185,11 +185,10 @@ class LLM(SaysWhatIsMissing):
         prompts = _as_list(prompts)
         changes = {"truncate_prompt_tokens": truncate_prompt_tokens, "task": pooling_task}
         params = [_with(one, changes) for one in _one_each(pooling_params, len(prompts), PoolingParams, "pooling_params")]
-        prompts = self._prompted(prompts, params, prompt_name)
+        prompts = self.engine.pooling.prepared(prompts, params, prompt_name)
         with _no_collection() as begun:
-            stream = OutputStream[PoolingRequestOutput[PoolingOutput]](
-                self.engine, "encode", self.engine.all_tokenized(prompts), params, _fields_of_each(len(prompts), lora_request=lora_request), begun
-            )
+            fields = _fields_of_each(len(prompts), lora_request=lora_request)
+            stream = OutputStream[PoolingRequestOutput[PoolingOutput]](self.engine, "encode", prompts, params, fields, begun)
             return self._collected(stream, len(prompts), use_tqdm)
 
     def embed(
@@ -262,18 +261,6 @@ class LLM(SaysWhatIsMissing):
             )
             outputs = self._collected(stream, len(plan.prompts), use_tqdm)
         return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
-
-    def _prompted(self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None) -> list[Prompt]:
-        """Put stored prompts before texts to be embedded."""
-        made = list(prompts)
-        pooling = self.engine.pooling
-        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            if isinstance(text := content_of(prompt), str):
-                embeds = pooling.facts.row_pooling(one).task.endswith("embed")
-                [made[place]] = pooling.prompted([text], name) if embeds or name is not None else [text]
-            elif name is not None:
-                raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
-        return made
 
     @cached_property
     def _chat(self) -> ChatFrontEnd:

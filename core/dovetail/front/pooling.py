@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dovetail.api.executor import PoolingCapacity, PoolingTask, RowPooling
 from dovetail.checks import shown
 from dovetail.errors import ModelLoadError, RequestError
+from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.json_files import read_json_object
 from dovetail.pooling import PoolingParams
@@ -134,10 +135,21 @@ class ScorePlan:
 class PoolingIntake:
     """Makes prompts for requests that pool. Thread safe."""
 
-    def __init__(self, facts: PoolingFacts, tokenized: Callable[[Sequence[str]], list[TokenizedText]], tokenizer: Callable[[], Tokenizer]) -> None:
-        """`tokenized` checks and tokenizes texts."""
+    def __init__(self, facts: PoolingFacts, tokenized: Callable[[Sequence[Prompt]], list[Prompt]], tokenizer: Callable[[], Tokenizer]) -> None:
+        """`tokenized` checks and tokenizes prompts that are texts."""
         self.facts = facts
         self._tokenized, self._tokenizer = tokenized, tokenizer
+
+    def prepared(self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None = None) -> list[Prompt]:
+        """Put stored prompts before texts that are to be embedded, or that name one, and tokenize all texts. Raises `RequestError`."""
+        made = list(prompts)
+        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            if isinstance(text := content_of(prompt), str):
+                if name is not None or self.facts.row_pooling(one).task.endswith("embed"):
+                    made[place] = self.prompted(text, name)
+            elif name is not None:
+                raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
+        return self._tokenized(made)
 
     def cut(self, token_ids: Sequence[Any], params: PoolingParams) -> Sequence[Any]:
         """Truncate a prompt as its parameters say, at the side that the tokenizer names, but keep the special tokens around it. Raises
@@ -153,14 +165,13 @@ class PoolingIntake:
             return [*token_ids[:begun], *token_ids[len(token_ids) - (most - begun) :]]
         return [*token_ids[: most - ended], *token_ids[len(token_ids) - ended :]]
 
-    def prompted(self, texts: Sequence[str], name: str | None) -> list[str]:
-        """Put the stored prompt of this name before each text; None: the default one, if there is one. Raises `RequestError`."""
+    def prompted(self, text: str, name: str | None) -> str:
+        """Put the stored prompt of this name before a text; None: the default one, if there is one. Raises `RequestError`."""
         stored = self.facts.prompts
         if name is not None and name not in stored:
             raise RequestError(f"prompt_name: the model stores no prompt named {shown(name)}; it has {', '.join(map(repr, stored)) or 'none'}")
         chosen = self.facts.default_prompt if name is None else name
-        before = "" if chosen is None else stored[chosen]
-        return [before + text for text in texts]
+        return text if chosen is None else stored[chosen] + text
 
     def plan_scores(self, pairs: Sequence[tuple[str, str]], params: PoolingParams, template: str | None = None) -> ScorePlan:
         """Plan the scores of queries and documents. A bi-encoder embeds each different text once, with its stored prompts for queries and documents.
@@ -175,6 +186,9 @@ class PoolingIntake:
             return ScorePlan(self._tokenizer().encode_pairs(pairs, self._most(params)), params, None)
         return ScorePlan(self._filled(template, pairs, self._most(params)), params, None)
 
+    def _texts(self, texts: Sequence[str]) -> list[TokenizedText]:
+        return [prompt for prompt in self._tokenized(texts) if isinstance(prompt, TokenizedText)]  # as all of them are
+
     def _most(self, params: PoolingParams) -> int | None:
         """Return the number of tokens to which a prompt is cut; None: it isn't."""
         return self.facts.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
@@ -185,15 +199,15 @@ class PoolingIntake:
         places: dict[tuple[int, str], int] = {}
         found = [tuple(places.setdefault((side, text), len(places)) for side, text in enumerate(pair)) for pair in pairs]
         names = [next((name for name in names if name in self.facts.prompts), None) for names in (QUERY, DOCUMENT)]
-        texts = [self.prompted([text], names[side])[0] for side, text in places]
-        return ScorePlan(self._tokenized(texts), replace(params, task="embed"), [(first, second) for first, second in found])
+        texts = [text if (name := names[side]) is None else self.prompted(text, name) for side, text in places]
+        return ScorePlan(self._texts(texts), replace(params, task="embed"), [(first, second) for first, second in found])
 
     def _filled(self, template: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[TokenizedText]:
         """Return the prompts of a template; documents are cut to make them fit."""
         before, _, rest = template.partition("{query}")
         between, _, after = rest.partition("{document}")
         texts = [f"{before}{query}{between}{document}{after}" for query, document in pairs]
-        prompts = self._tokenized(texts)
+        prompts = self._texts(texts)
         if most is None or all(len(prompt.token_ids) <= most for prompt in prompts):
             return prompts
         tail = self._tokenizer().encode(after, special_tokens=False) + self._tokenizer().around[1]
@@ -213,15 +227,15 @@ def checked_template(template: Any) -> str:
     return template
 
 
-def paired(data_1: Any, data_2: Any) -> list[tuple[str, str]]:
-    """Return pairs of texts: one with each of several, or each of several with that at its place. Raises `RequestError`."""
+def paired(data_1: Any, data_2: Any, names: tuple[str, str] = ("data_1", "data_2")) -> list[tuple[str, str]]:
+    """Return pairs of texts: one with each of several, or each of several with that at its place. Raises `RequestError` with these names."""
     sides = [[data] if isinstance(data, str) else data for data in (data_1, data_2)]
-    for name, side in zip(("data_1", "data_2"), sides, strict=True):
+    for name, side in zip(names, sides, strict=True):
         if not isinstance(side, Sequence) or not side or not all(isinstance(text, str) for text in side):
             raise RequestError(f"{name} must be a text, or a list of one text or more, got {shown(side)}")
     queries, documents = sides
     if len(queries) == 1:
         queries = [*queries] * len(documents)
     if len(queries) != len(documents):
-        raise RequestError(f"data_1 must be one text, or as many as data_2: got {len(queries)} and {len(documents)}")
+        raise RequestError(f"{names[0]} must be one text, or as many as {names[1]}: got {len(queries)} and {len(documents)}")
     return list(zip(queries, documents, strict=True))

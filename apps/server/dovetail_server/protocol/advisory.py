@@ -40,6 +40,7 @@ _OPENAI = (
     Advisory("stream_options.include_obfuscation", "padding is never added", (False,)),
 )
 COMPLETIONS = _OPENAI
+POOLING = (_label("user", "it identifies the user"),)
 CHAT = (
     *_OPENAI,
     Advisory("verbosity", "models here know no verbosity", ("medium",)),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta, Struct, field
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 WINDOW = "24h"
 WINDOW_S = 24 * 3600

@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dovetail_server.protocol import chat, completions, messages, responses
+from dovetail_server.protocol import chat, completions, messages, pooling, responses
 from dovetail_server.protocol.batches import Batch, CreateBatchRequest, FileObject
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.decoding import Only
 from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount, Tool
 from dovetail_server.protocol.openai_common import GenerationFields
+from dovetail_server.protocol.pooling import ClassifyRequest, EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
 from dovetail_server.protocol.responses import ITEMS, FunctionTool, ResponseAnswer, ResponsesRequest
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -42,6 +43,7 @@ ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some
     ResponsesRequest: responses.ONLY,
     MessagesRequest: messages.ONLY,
     CountTokensRequest: messages.ONLY,
+    RerankRequest: pooling.ONLY,
 }
 _IN_PATH = re.compile(r"{(\w+)}")  # path parameters
 _TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
@@ -84,6 +86,14 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue a text", "OpenAI", CompletionRequest, errors=_GENERATES, streams=True),
     Operation("post", "/v1/chat/completions", "Continue a conversation", "OpenAI", ChatRequest, errors=_GENERATES, streams=True),
     Operation("post", "/v1/responses", "Continue a conversation of items", "OpenAI", ResponsesRequest, ResponseAnswer, _GENERATES, streams=True),
+    Operation("post", "/v1/embeddings", "Embed texts", "OpenAI", EmbeddingRequest, errors=_GENERATES),
+    *(Operation("post", path, "Score pairs of texts", "Scores", ScoreRequest, errors=_GENERATES) for path in ("/v1/score", "/score")),
+    *(
+        Operation("post", path, "Rank documents by their relevance to a query", "Scores", RerankRequest, errors=_GENERATES)
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
+    Operation("post", "/classify", "Classify texts", "Scores", ClassifyRequest, errors=_GENERATES),
+    Operation("post", "/pooling", "Pool the states of texts", "Scores", PoolingRequest, errors=_GENERATES),
     Operation("get", "/v1/models", "List the models", "OpenAI"),
     Operation("get", "/v1/models/{model}", "Describe a model", "OpenAI", errors=(404,)),
     Operation("post", "/v1/messages", "Continue a conversation", "Anthropic", MessagesRequest, MessageAnswer, _GENERATES, True, ErrorAnswer),
@@ -148,7 +158,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))
     references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     for kind in structs:
-        if issubclass(kind, GenerationFields):
+        if issubclass(kind, GenerationFields | PoolingFields):
             properties = components[kind.__name__]["properties"]
             ignored = {field.path: field.reason for field in kind.ADVISORY if field.path in properties and not field.steers}
             properties |= {name: {**properties[name], "description": f"Without effect: {reason}"} for name, reason in ignored.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import batches, chat, completions, messages, responses, service, tokenize
+from dovetail_server.routes import batches, chat, completions, messages, pooling, responses, service, tokenize
 from dovetail_server.settings import ServerSettings
 
 
@@ -15,6 +15,7 @@ def all_routes(settings: ServerSettings) -> list[BaseRoute]:
         *chat.ROUTES,
         *responses.ROUTES,
         *messages.ROUTES,
+        *pooling.ROUTES,
         *batches.ROUTES,
         *tokenize.ROUTES,
         *service.ROUTES,

@@ -1,0 +1,132 @@
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and their other names, `/classify` and `/pooling`: requests that end with their prompts."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+from starlette.routing import Route
+
+from dovetail.pooling import PoolingParams
+from dovetail_server.exchange import Endpoint, Exchange, PooledListener, new_id
+from dovetail_server.protocol import pooling as protocol
+from dovetail_server.protocol.advisory import ignored_fields
+from dovetail_server.protocol.decoding import refuse_unsupported
+from dovetail_server.protocol.pooling import ClassifyRequest, EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
+
+B = TypeVar("B", bound=PoolingFields)
+
+
+async def embeddings(exchange: Exchange) -> None:
+    """Embed texts or token ids."""
+    body, model = await _read(exchange, EmbeddingRequest)
+    params = body.params(task="embed", dimensions=body.dimensions)
+    listeners = await _pool(exchange, body, params, "embd", body.prompt_name)
+    await _reply(exchange, "embd", model, "embedding", [{"embedding": _told(one.data, body)} for one in listeners], listeners)
+
+
+async def pooling(exchange: Exchange) -> None:
+    """Do any of the model's tasks with texts or token ids."""
+    body, model = await _read(exchange, PoolingRequest)
+    params = body.params(task=body.task, dimensions=body.dimensions)
+    listeners = await _pool(exchange, body, params, "pool", body.prompt_name)
+    await _reply(exchange, "pool", model, "pooling", [{"data": _told(one.data, body)} for one in listeners], listeners)
+
+
+async def classify(exchange: Exchange) -> None:
+    """Classify texts or token ids."""
+    body, model = await _read(exchange, ClassifyRequest)
+    listeners = await _pool(exchange, body, body.params(task="classify"), "classify")
+    labels = exchange.engine.pooling.facts.capacity.labels
+    told = [{"label": labels[int(one.data.argmax())], "probs": one.data, "num_classes": len(labels)} for one in listeners]
+    await _reply(exchange, "classify", model, "classification", told, listeners)
+
+
+async def score(exchange: Exchange) -> None:
+    """Score pairs of texts."""
+    body, model = await _read(exchange, ScoreRequest)
+    pairs = body.pairs(exchange.engine.info.intake.limits)
+    scores, listeners = await _scores(exchange, body, pairs, body.template, "score")
+    await _reply(exchange, "score", model, "score", [{"score": one} for one in scores], listeners)
+
+
+async def rerank(exchange: Exchange, version: int = 1) -> None:
+    """Rank documents by their relevance to a query: in Jina's form, or in that of version 2 of Cohere's API, which returns documents only if asked
+    to."""
+    body, model = await _read(exchange, RerankRequest)
+    refuse_unsupported(body, protocol.ONLY)
+    texts = body.texts(exchange.engine.info.intake.limits)
+    scores, listeners = await _scores(exchange, body, [(body.query, text) for text in texts], body.template, "rerank")
+    best = sorted(range(len(texts)), key=lambda place: -scores[place])[: body.top_n]
+    results: list[dict[str, Any]] = [{"index": place, "relevance_score": scores[place]} for place in best]
+    if body.return_documents if body.return_documents is not None else version == 1:
+        results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
+    usage = _usage(listeners)
+    answer = {"id": new_id("rerank"), "model": model, "results": results, "usage": usage}
+    if version == 2:
+        answer["meta"] = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}}
+    await exchange.reply(answer)
+
+
+async def _read(exchange: Exchange, kind: type[B]) -> tuple[B, str]:
+    """Decode a body; return it and the model name for the answer. Raises what `Exchange.body`, `ignore` and `model_named` do."""
+    body = await exchange.body(kind)
+    exchange.renamed = {"id": "request_id", "deadline": "deadline_s", "prompt": "documents" if kind is RerankRequest else "input"}
+    for one in ignored_fields(body, body.ADVISORY):
+        exchange.ignore(one)
+    model = exchange.record.model = exchange.server.model_named(body.model)
+    return body, model
+
+
+async def _pool(exchange: Exchange, body: ClassifyRequest, params: PoolingParams, name: str, prompt_name: str | None = None) -> list[PooledListener]:
+    """Pool each prompt of a body, and return the listeners, which have the results."""
+    made = exchange.engine.pooling
+    prompts = body.prompts(exchange.engine.info.intake.limits)
+    prompts = await exchange.prepared(partial(made.prepared, prompts, [params] * len(prompts), prompt_name))
+    listeners = [PooledListener(exchange) for _ in prompts]
+    await exchange.run(new_id(name), params, body.engine_fields(exchange.engine), list(zip(prompts, listeners, strict=True)))
+    return listeners
+
+
+async def _scores(
+    exchange: Exchange, body: PoolingFields, pairs: Sequence[tuple[str, str]], template: str | None, name: str
+) -> tuple[list[float], list[PooledListener]]:
+    """Score pairs of texts; return the scores, and the listeners of what was computed for them."""
+    plan = await exchange.prepared(partial(exchange.engine.pooling.plan_scores, pairs, body.params(), template))
+    listeners = [PooledListener(exchange) for _ in plan.prompts]
+    await exchange.run(new_id(name), plan.params, body.engine_fields(exchange.engine), list(zip(plan.prompts, listeners, strict=True)))
+    return [plan.score([listeners[place].data for place in plan.of_pair(pair)]) for pair in range(len(pairs))], listeners
+
+
+def _told(data: NDArray[np.float32], body: EmbeddingRequest) -> Any:
+    """Return an array as the body asks for it."""
+    return data if body.encoding_format != "base64" else base64.b64encode(data.astype("<f4").tobytes()).decode()
+
+
+def _usage(listeners: Sequence[PooledListener]) -> dict[str, int]:
+    tokens = sum(one.prompt_tokens for one in listeners)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+async def _reply(
+    exchange: Exchange, name: str, model: str, kind: str, data: Sequence[Mapping[str, Any]], listeners: Sequence[PooledListener]
+) -> None:
+    items = [{"object": kind, "index": index, **one} for index, one in enumerate(data)]
+    answer = {"id": new_id(name), "object": "list", "created": int(time.time()), "model": model, "data": items, "usage": _usage(listeners)}
+    await exchange.reply(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+ROUTES = [
+    Route("/v1/embeddings", Endpoint(embeddings), methods=["POST"]),
+    *(Route(path, Endpoint(score), methods=["POST"]) for path in ("/v1/score", "/score")),
+    *(Route(path, Endpoint(rerank), methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
+    Route("/v2/rerank", Endpoint(partial(rerank, version=2)), methods=["POST"]),
+    Route("/classify", Endpoint(classify), methods=["POST"]),
+    Route("/pooling", Endpoint(pooling), methods=["POST"]),
+]
