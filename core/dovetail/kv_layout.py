@@ -130,6 +130,12 @@ def plan_layout(
     return PlannedLayout(KVLayout(tuple(groups), sum(slot_bytes), dtype), places, tuple(slot_bytes), tuple(used), state_places)
 
 
+def layout_of_nothing(layers: Sequence[int], max_len: int, dtype: str) -> PlannedLayout:
+    """Return the layout of `layers`, by index, none of which stores anything: a request of up to `max_len` tokens holds one page, of no bytes."""
+    place = Place(0, 0, ())
+    return PlannedLayout(KVLayout((CacheGroup(tuple(layers), max_len),), 0, dtype), dict.fromkeys(layers, place), (), (0,))
+
+
 def _place_states(states: Sequence[CachedState], slot_bytes: int) -> tuple[dict[int, StatePlace], int]:
     """Return the place of each state, and the number of units of all."""
     places, end = dict[int, StatePlace](), 0

@@ -79,7 +79,7 @@ class LayerSpec:
     v_head_size: int | None = None  # of V and of what `attend` returns, with `v_in_k`; None: head_size
     shares: int | None = None  # `index` of an earlier layer whose cache it reads: it has none of its own, and `write` isn't called
     # False: each token attends to all tokens of its row, or of a `window` to those less than that many tokens away on both sides. Every row then
-    # computes its whole prompt in one step, and nothing is read later: such a backend may store nothing (`tensor_bytes` of zeros)
+    # computes its whole prompt in one step, and nothing is read later: such a backend may store nothing (`tensor_bytes` is empty)
     causal: bool = True
 
     @property
@@ -196,7 +196,10 @@ class AttentionLayer(ABC):
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """Compute causal attention of q [tokens, heads, head_size] over each row's cached K and V, including those of this step (they are
         written first, for the whole batch). Returns [tokens, heads, out_size]; values of padding tokens are undefined. The result is valid until
-        the next `attend` of any layer, which may reuse its memory."""
+        the next `attend` of any layer, which may reuse its memory.
+
+        With `LayerSpec.causal` False: attention over the K and V that this step wrote, which are those of whole rows. No other layer is written
+        between a layer's `write` and its `attend`."""
 
 
 class AttentionBackend(ABC):
@@ -251,7 +254,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
-        """Return the size in bytes of one block of `block_size` tokens in each tensor of the layer's cache: (K, V), or (K,) if V is in it."""
+        """Return the size in bytes of one block of `block_size` tokens in each tensor of the layer's cache: (K, V), or (K,) if V is in it. Empty if
+        the backend stores nothing, as it may for layers that aren't causal."""
 
     @abstractmethod
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:

@@ -27,7 +27,7 @@ __all__ = ["Registry", "ResolvedComponent"]
 Offer = TypeVar("Offer", bound=ResolvedComponent | ResolvedCommand)
 AUTO = "auto"
 PREFERENCE: Mapping[Kind, tuple[str, ...]] = {  # best first
-    "attention": ("triton", "flash_attn", "torch"),  # as measured in docs/performance.md
+    "attention": ("triton", "flash_attn", "torch", "packed"),  # as measured in docs/performance.md; the last is the only one for encoders
     "grammar": ("llguidance", "xgrammar"),  # the first is ready at once, whatever the schema
 }
 

@@ -25,6 +25,9 @@ def choose_attention(
 
     `block_size` None: each candidate's default. Raises `UnsupportedError` with all reasons of all candidates if none fits.
     """
+    causal = {spec.causal for spec in specs}
+    if len(causal) > 1:
+        raise UnsupportedError("no attention backend serves a model in which some layers are causal and others aren't")
     refused = []
     for target in candidates:
         try:
@@ -40,4 +43,5 @@ def choose_attention(
     asked = f"on {device} in {dtype}" + ("" if cache_dtype is None else f" with K and V in {cache_dtype}")
     asked += "" if block_size is None else f" with block_size: {block_size}"
     listed = "".join(f"\n  - {reason}" for reason in refused) or " none was offered"
-    raise UnsupportedError(f"no attention backend can serve this model {asked}:{listed}")
+    remedy = "\nThis model is an encoder, for which there is `packed`: leave out `attention`, or set it to packed" if causal == {False} else ""
+    raise UnsupportedError(f"no attention backend can serve this model {asked}:{listed}{remedy}")

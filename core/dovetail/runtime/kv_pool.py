@@ -11,7 +11,7 @@ from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache,
 from dovetail.api.executor import ExecutorConfig
 from dovetail.api.kv_cache import KVLayout, PageCopy
 from dovetail.errors import ConfigError, DovetailError
-from dovetail.kv_layout import CachedLayer, CachedState, PlannedLayout, plan_layout
+from dovetail.kv_layout import CachedLayer, CachedState, PlannedLayout, layout_of_nothing, plan_layout
 from dovetail.runtime.memory import available_ram_bytes, readable_bytes
 from dovetail.runtime.states import States
 from dovetail.runtime.transfer import all_to_device
@@ -23,8 +23,13 @@ COPIED_AT_ONCE = 1 << 28  # bytes of pages that a round of copies holds in betwe
 WORD = 8  # bytes that a copy moves at once, if they divide a page
 
 
-def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], dtype: str, states: Sequence[CachedState] = ()) -> PlannedLayout:
-    """Place the caches of layers `specs` and the `states` in pages. `dtype`: of the cache, a name ("bfloat16")."""
+def kv_layout(
+    backend: AttentionBackend, specs: Sequence[LayerSpec], dtype: str, states: Sequence[CachedState] = (), max_len: int = 1
+) -> PlannedLayout:
+    """Place the caches of layers `specs` and the `states` in pages. `dtype`: of the cache, a name ("bfloat16"). If the layers store nothing, a page
+    is for a sequence of up to `max_len` tokens."""
+    if specs and not states and not any(backend.tensor_bytes(spec, backend.context.block_size) for spec in specs):
+        return layout_of_nothing([spec.index for spec in specs], max_len, dtype)
 
     def cached(spec: LayerSpec) -> CachedLayer:
         return CachedLayer(spec.index, spec.window, lambda tokens: backend.tensor_bytes(spec, tokens), spec.shares)
@@ -43,13 +48,15 @@ def pool_pages(
 ) -> int:
     """Return the number of pages in the pool on `device`, per rank; ranks on CPUs share the memory. `num_pages` (the executor's option `num_blocks`)
     and then `kv_cache_memory` take precedence. Otherwise, on a GPU: the rest of `gpu_memory_utilization` after `profile` (which runs the largest step
-    and returns its peak in bytes). On a CPU: see the shares above.
+    and returns its peak in bytes). On a CPU: see the shares above. Pages without bytes are as many as rows.
 
     Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, with the requested and available sizes and a remedy.
     """
     needed = layout.most_pages(max_model_len, config.max_num_batched_tokens)
     if num_pages is not None:
         pages, source, remedy = num_pages, f"num_blocks: {num_pages}", f"raise num_blocks to {needed}"
+    elif not layout.page_bytes:
+        return config.max_num_seqs
     elif config.kv_cache_memory is not None:
         pages = config.kv_cache_memory // layout.page_bytes
         source = f"kv_cache_memory: {readable_bytes(config.kv_cache_memory)}"

@@ -79,7 +79,7 @@ class Worker:
         specs = plan.specs if drafting is None else [*plan.specs, *drafting.specs]
         chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
-        planned = kv_layout(chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes)
+        planned = kv_layout(chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes, plan.max_model_len)
         states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device) if sizes else None
         pool = KVPool(planned, device, states)
         layout = planned.layout

@@ -32,4 +32,12 @@ def dovetail_components() -> list[ComponentSpec]:
             summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and bfloat16, blocks of 256",
             requires=("torch>=2.11",),  # the package has several names: the backend finds it, or names what to install
         ),
+        ComponentSpec(
+            kind="attention",
+            api="0.5",
+            name="packed",
+            target="dovetail_attention.packed:PackedAttention",
+            summary="For encoders: whole prompts, tokens attend to later ones too; no KV cache, no padding",
+            requires=("torch>=2.11",),
+        ),
     ]

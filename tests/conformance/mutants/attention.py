@@ -20,6 +20,7 @@ from dovetail.api.attention import (
     LayerSpec,
 )
 from dovetail.testing.checks import Untried
+from dovetail_attention.packed import PackedAttention, Part
 from dovetail_attention.scaled import ONE
 from dovetail_attention.sdpa import TorchAttention, TorchLayer
 from tests.conformance.mutants import mutant
@@ -148,6 +149,28 @@ class WindowOneTooNarrow(PlainAttention):
 class OneWindowForAllLayers(PlainAttention):
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
         return super().make_layer(replace(spec, window=self._layers[0].spec.window if self._layers else spec.window))
+
+
+@mutant(caught_by="attention.bidirectional")
+class WindowToTheLeftOnly(PackedAttention):
+    def _cut(self, window: int | None, device: torch.device) -> Iterator[Part]:
+        for part in super()._cut(window, device):
+            query, key = (torch.arange(tokens.start, tokens.stop) for tokens in (part.queries, part.keys))
+            left = key <= query[:, None]
+            yield part if window is None else replace(part, mask=left if part.mask is None else part.mask & left)
+
+
+@mutant(caught_by="attention.bidirectional")
+class WindowCountsTheTokensBeside(PackedAttention):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        return super().make_layer(replace(spec, window=spec.window and spec.window + 1))
+
+
+@mutant(caught_by="attention.bidirectional", soon=True)
+class AttendsToOtherRows(PackedAttention):
+    def plan(self, batch: AttentionBatch) -> None:
+        whole = replace(batch, host_query_lens=batch.host_query_lens.sum(keepdims=True), host_kv_lens=batch.host_kv_lens.sum(keepdims=True))
+        super().plan(whole)
 
 
 @mutant(caught_by="attention.scale")

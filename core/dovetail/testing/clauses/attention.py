@@ -25,11 +25,14 @@ CLAUSES: Marks = {
     "AttentionCapabilities.sinks": held("sinks", "refusals"),
     "AttentionCapabilities.softcap": held("softcap", "refusals"),
     "AttentionCapabilities.v_in_k": held("v_in_k", "refusals"),
+    "AttentionCapabilities.causal": held("causal", "refusals"),
+    "AttentionCapabilities.bidirectional": held("bidirectional", "refusals"),
     "AttentionCapabilities.groups": held("groups", "group_pages", "group_block_sizes", "refusals"),
     "AttentionCapabilities.cache_dtypes": held("cache_dtypes", "cache_saturates", "cache_places"),
     "LayerSpec": {
         "multiplies the scores": held("scale"),
         "itself included": held("window"),
+        "each token attends to all": held("bidirectional"),
         "in the softmax's denominator": held("sinks"),
         "a scaled score s": held("softcap"),
         "numbers of K": held("v_in_k", "v_in_k_memory"),
@@ -84,6 +87,8 @@ CLAUSES: Marks = {
     "AttentionLayer.cache_for_fused_write": held("fused_write"),
     "AttentionLayer.attend": {
         "causal attention": held("values", "causal", "write_first", "huge_scores", "dtypes", "again"),
+        "With `LayerSpec.causal` False": held("bidirectional"),
+        "No other layer is written": TOLD,
         "values of padding tokens": held("values"),
         "until the next `attend`": held("layers", but="a result is inspected after one `write` and `plan`"),
     },

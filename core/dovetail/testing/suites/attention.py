@@ -44,7 +44,7 @@ class AttentionSuite(AttentionGroups):
         assert_as_defined(self.bench(self.case((3,) * MANY_ROWS, (1, 2) * (MANY_ROWS // 2), heads=2, kv_heads=1)))
         assert_as_defined(self.bench(self.case((LONGER, LONGER), (1, 3), heads=2, kv_heads=1)))
 
-    @check("attention.causal", since="0.1")
+    @check("attention.causal", since="0.1", capability="causal")
     def test_a_query_sees_the_tokens_up_to_its_own(self) -> None:
         """A query at position p attends to positions 0 to p, including those of its own step, for any history. Off-by-one errors are typical if
         queries are counted from the start of the step and keys from the start of the row."""
@@ -62,6 +62,23 @@ class AttentionSuite(AttentionGroups):
         for row in bench.v[0]:
             row += 1  # so that the mean of many isn't near 0
         assert_as_defined(bench, f"with a window of {LONG}: ")
+
+    @check("attention.bidirectional", since="0.5", capability="bidirectional")
+    def test_tokens_of_an_encoder_attend_to_later_ones(self) -> None:
+        """With `LayerSpec.causal` False each token attends to all tokens of its row, or with a window w to those less than w tokens away on both sides,
+        and to no other row; for any lengths, beside padding, whatever the step before was. Such a layer is written and attends before the next one."""
+        size = self.claims.default_block_size()
+        for window in (None, 1, size, 2 * size + 3) if self.claims.window else (None,):
+            case = self.case((), (1, 2 * size + 1, size, 7, size, 5 * size), windows=(window,), heads=2, kv_heads=1).whole(LONG)
+            assert_sees(self.bench(case))
+        windows = (None, 20) if self.claims.window and self.claims.groups else (None,)
+        for dtype in self.tried_dtypes():
+            bench = self.bench(self.case((), (90, 3, 41, 200), windows=windows, padding=5, dtype=dtype).whole(LONG))
+            assert_as_defined(bench, f"in {dtype}, all tokens of each row: ")
+            bench.write((0, 0, 0, 0), (5, 0, 41, 0))
+            bench.write(bench.case.history, bench.case.lens)
+            for _ in range(2):
+                assert_close(bench, bench.attend(), f"in {dtype}, after a smaller step: ")
 
     @check("attention.gqa", since="0.1")
     def test_heads_share_kv_heads_in_groups_that_follow_each_other(self) -> None:
@@ -112,7 +129,7 @@ class AttentionSuite(AttentionGroups):
         """All of `capabilities.head_sizes`, or a selection if any is allowed; each with a dtype and a block size in turn."""
         sizes = self.head_sizes()
         for size, dtype, block_size in zip(sizes, cycle(self.tried_dtypes()), cycle(self.small(self.block_sizes())), strict=False):
-            self.assert_claimed(AttentionContext(self.claims.devices[0], dtype, block_size), LayerSpec(0, 2, 1, size, 1.0))
+            self.assert_claimed(AttentionContext(self.claims.devices[0], dtype, block_size), self.layer(size))
             assert_as_defined(self.bench(self.case((30, 3), (1, 6), head_size=size, dtype=dtype, block_size=block_size, heads=2, kv_heads=1)))
 
     @check("attention.block_sizes", since="0.1")
@@ -120,7 +137,7 @@ class AttentionSuite(AttentionGroups):
         """All of `capabilities.block_sizes`, or some multiples of `block_size_multiple`; with rows ending right before, at and right after a block's
         end."""
         for size in self.block_sizes():
-            self.assert_claimed(AttentionContext(self.claims.devices[0], self.tried_dtypes()[0], size), LayerSpec(0, 2, 1, self.head_sizes()[0], 1.0))
+            self.assert_claimed(AttentionContext(self.claims.devices[0], self.tried_dtypes()[0], size), self.layer(self.head_sizes()[0]))
             history = (max(0, size - 2), size - 1, size, 0)
             assert_as_defined(self.bench(self.case(history, (1, 1, 1, size + 1), block_size=size, heads=2, kv_heads=1)))
 
@@ -129,14 +146,14 @@ class AttentionSuite(AttentionGroups):
         """`reasons_against` must have a sentence for each unsupported feature, naming the value. The default derives them from `capabilities`; an
         override may add reasons, but not remove any."""
         for value, context, layer in self.undeclared():
-            fine = replace(layer, head_size=self.head_sizes()[0], window=None, sinks=False, softcap=None, v_in_k=False)
+            fine = replace(self.layer(self.head_sizes()[0]), kv_heads=layer.kv_heads)
             reasons = self.component_class.reasons_against(context, [fine, layer])
             named = [r for r in reasons if isinstance(r, str) and str(value) in r and len(r.split()) > 2]
             require(named, f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}")
 
     def undeclared(self) -> list[tuple[object, AttentionContext, LayerSpec]]:
         """Return, for each capability, a layer that violates only this one."""
-        claims, layer = self.claims, LayerSpec(0, 2, 1, self.head_sizes()[0], 1.0)
+        claims, layer = self.claims, self.layer(self.head_sizes()[0])
         fine = AttentionContext(claims.devices[0], claims.dtypes[0], claims.default_block_size())
         beyond: list[tuple[object, AttentionContext, LayerSpec]] = [
             ("abacus", replace(fine, device="abacus:0"), layer),
@@ -159,7 +176,15 @@ class AttentionSuite(AttentionGroups):
             beyond.append(("groups", fine, replace(layer, window=4)))
         if not claims.v_in_k:
             beyond.append(("v_in_k", fine, replace(layer, v_in_k=True)))
+        if not claims.causal:
+            beyond.append(("causal", fine, replace(layer, causal=True)))
+        if not claims.bidirectional:
+            beyond.append(("later tokens", fine, replace(layer, causal=False)))
         return beyond
+
+    def layer(self, head_size: int) -> LayerSpec:
+        """Return a layer that any backend serves that has this head size."""
+        return LayerSpec(0, 2, 1, head_size, 1.0, causal=self.claims.causal)
 
     def assert_claimed(self, context: AttentionContext, layer: LayerSpec) -> None:
         reasons = self.component_class.reasons_against(context, [layer])

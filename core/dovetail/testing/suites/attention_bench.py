@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,12 @@ class Case:
     earlier_pages: int = 0  # of a pool that the layers are bound to before the case's
     places: tuple[Place, ...] = ()  # by layer; (): layers with the same window are a group, the full one first, with tensors of their own
     shares: tuple[int | None, ...] = (None,)  # the layer whose cache a layer has; assigned to layers in turn
+    causal: bool = True  # of all layers; if not, there is no history
+
+    def whole(self, most: int) -> Case:
+        """Return the case with rows of the same lengths, but at most `most` tokens, that are computed whole, and whose tokens see later ones, too."""
+        queries = tuple(min(length, most) for length in self.lens)
+        return replace(self, history=(0,) * len(queries), queries=queries, causal=False)
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -69,6 +75,7 @@ class Case:
                 v_in_k=self.v_in_k is not None,
                 v_head_size=self.v_in_k,
                 shares=self.shares[i % len(self.shares)],
+                causal=self.causal,
             )
             for i, shape in enumerate(shapes)
         ]
@@ -264,10 +271,12 @@ class Bench:
         for index, layer in enumerate(self.layers):
             if layer.spec.shares is not None or index == without:
                 continue
-            k, v = (
-                [row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v)
-            )
-            layer.write(self.tensor(k, padding), None if layer.spec.v_in_k else self.tensor(v, padding))
+            self._write(index, starts, ends, padding)
+
+    def _write(self, index: int, starts: Sequence[int], ends: Sequence[int], padding: int) -> None:
+        k, v = ([row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v))
+        layer = self.layers[index]
+        layer.write(self.tensor(k, padding), None if layer.spec.v_in_k else self.tensor(v, padding))
 
     def tensor(self, rows: Sequence[torch.Tensor], padding: int = 0) -> torch.Tensor:
         """Return the rows' values [tokens, ...] on the device, with NaN for padding tokens."""
@@ -275,8 +284,13 @@ class Bench:
         return torch.cat([*rows, nan]).to(self.case.device)
 
     def attend(self, padding: int = 0) -> list[torch.Tensor]:
-        """Return each layer's output for the case's queries, in float64 on the CPU and without padding."""
-        results = [layer.attend(self.tensor(q, padding)).clone() for layer, q in zip(self.layers, self.q, strict=True)]
+        """Return each layer's output for the case's queries, in float64 on the CPU and without padding. Layers that aren't causal are written again,
+        each before it attends: they needn't store anything."""
+        results = []
+        for index, (layer, q) in enumerate(zip(self.layers, self.q, strict=True)):
+            if not layer.spec.causal:
+                self._write(index, self.case.history, self.case.lens, padding)
+            results.append(layer.attend(self.tensor(q, padding)).clone())
         for spec, result in zip(self.case.specs, results, strict=True):
             expected = (sum(self.case.queries) + padding, spec.heads, spec.out_size)
             require(result.shape == expected, f"attend() returned the shape {list(result.shape)}, expected {list(expected)}")
@@ -306,7 +320,7 @@ class Bench:
 
     def _rules(self, layer: int) -> oracle.Rules:
         spec = self.case.specs[layer]
-        return oracle.Rules(spec.scale, spec.window, spec.softcap, self.sinks[layer])
+        return oracle.Rules(spec.scale, spec.window, spec.softcap, self.sinks[layer], spec.causal)
 
     def _allowed(self, rules: oracle.Rules, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         exact, dtype = oracle.exact(q, k, v, rules), self.case.torch_dtype

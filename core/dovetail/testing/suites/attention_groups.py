@@ -69,7 +69,7 @@ class AttentionGroups(AttentionLatent):
             case = self.case(history, queries, windows=(window,), heads=2, kv_heads=1)
             assert_as_defined(self.bench(case), f"with a window of {window} and blocks of {size}: ")
 
-    @check("attention.shares", since="0.4")
+    @check("attention.shares", since="0.4", capability="causal")
     def test_a_layer_reads_the_cache_that_it_shares(self) -> None:
         """A layer with `LayerSpec.shares` is bound to the cache of an earlier one: it attends over that layer's K and V with its own q, heads and
         scale, and writes nothing."""

@@ -38,14 +38,16 @@ def assert_sees(bench: Bench) -> None:
             q.zero_()
             v[:] = torch.arange(len(v))[:, None, None]
         bench.compute()
-        seen = bench.layers[layer].attend(bench.tensor(bench.q[layer])).double().cpu().mean((1, 2))
+        seen = bench.attend()[layer].mean((1, 2))
         at = np.concatenate([np.arange(start, end) for start, end in zip(bench.case.history, bench.case.lens, strict=True)])
-        first = np.maximum(0, at - (spec.window or len(at) + max(at)) + 1)
-        for position, begin, mean in zip(at.tolist(), first.tolist(), seen.tolist(), strict=True):
-            expected = (begin + position) / 2
+        reach = spec.window or len(at) + max(at)
+        first = np.maximum(0, at - reach + 1)
+        last = at if spec.causal else np.minimum(at + reach, np.repeat(bench.case.lens, bench.case.queries)) - 1
+        for position, begin, end, mean in zip(at.tolist(), first.tolist(), last.tolist(), seen.tolist(), strict=True):
+            expected = (begin + end) / 2
             require(
                 abs(mean - expected) < 0.25,
-                f"the query at position {position} sees positions whose mean is {mean:.2f}; it should see {begin} to {position}, mean {expected} "
+                f"the query at position {position} sees positions whose mean is {mean:.2f}; it should see {begin} to {end}, mean {expected} "
                 f"(window {spec.window}, block size {size})",
             )
 

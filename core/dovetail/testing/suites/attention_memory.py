@@ -31,7 +31,7 @@ POOLS = (64, 64 + 512)  # pages
 class AttentionMemory(AttentionSubject):
     """Blocks, copies, padding, and state between calls."""
 
-    @check("attention.block_table", since="0.1")
+    @check("attention.block_table", since="0.1", capability="causal")
     def test_which_physical_blocks_a_row_has_changes_nothing(self) -> None:
         """K and V of token t are at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries that
         no query sees are any pages, whose content must not matter."""
@@ -46,7 +46,7 @@ class AttentionMemory(AttentionSubject):
         for change in changes:
             require((change <= bench.allowed_errors()[0]).all(), f"other physical blocks change the result by {change.max():.3g}")
 
-    @check("attention.layers", since="0.1")
+    @check("attention.layers", since="0.1", capability="causal")
     def test_layers_have_caches_of_their_own(self) -> None:
         """`make_layer` may be called with equal specs: each layer still has its own K and V. A result is valid until the next `attend`: `write` of
         another layer and a plan must not change it."""
@@ -69,7 +69,7 @@ class AttentionMemory(AttentionSubject):
         windows = (None, None, 12 if self.claims.groups else None)
         assert_as_defined(self.bench(self.case((0, 20), (9, 1), shapes=shapes, windows=windows)), "beside layers of other shapes, ")
 
-    @check("attention.write_first", since="0.1")
+    @check("attention.write_first", since="0.1", capability="causal")
     def test_a_row_sees_what_another_row_writes_in_the_same_step(self) -> None:
         """Rows may share blocks that are computed in this step (a common prefix), so `write` stores K and V of the whole step before `attend`
         reads, and `attend` reads the cache, not the step's own k and v."""
@@ -81,7 +81,7 @@ class AttentionMemory(AttentionSubject):
         bench.write(bench.case.history, bench.case.lens)
         assert_close(bench, bench.attend(), "a row that shares a block with one that computes it in this step: ")
 
-    @check("attention.padding", since="0.1")
+    @check("attention.padding", since="0.1", capability="causal")
     def test_padding_touches_nothing(self) -> None:
         """K and V of padding tokens (NaN here) are stored in the waste page, where their slots are, and nowhere else."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
@@ -93,7 +93,7 @@ class AttentionMemory(AttentionSubject):
             bench.plan(case.history, case.lens)
             assert_close(bench, bench.attend(), "after a step with padding: ")
 
-    @check("attention.again", since="0.1")
+    @check("attention.again", since="0.1", capability="causal")
     def test_nothing_of_one_call_is_left_in_the_next(self) -> None:
         """`attend` depends only on the cache, the plan and q: fill or mask reused buffers each time."""
         bench = self.bench(self.case((20, 30, 0), (1, 1, 5)))
@@ -106,7 +106,7 @@ class AttentionMemory(AttentionSubject):
         bench.plan(bench.case.history, bench.case.lens)
         assert_close(bench, bench.attend(), "after the plan of a smaller step: ")
 
-    @check("attention.replan", since="0.1")
+    @check("attention.replan", since="0.1", capability="causal")
     def test_a_plan_is_that_of_its_own_step(self) -> None:
         """A step's plan was taken for that of the previous step, because rows and lengths were the same. Successive decodes have one more token per
         row, and rows of the same lengths may have other blocks: compare everything that a plan depends on, or plan each step anew."""
@@ -147,7 +147,7 @@ class AttentionMemory(AttentionSubject):
             case = self.case((0, longest - 1, 1, 1), (longest, 1, 1, 1), block_size=size, heads=2, kv_heads=1, exact=True)
             assert_as_defined(self.bench(case), f"prepared for {len(case.lens)} rows, {sum(case.queries)} tokens, sequences of {longest}: ")
 
-    @check("attention.large_pool", since="0.1")
+    @check("attention.large_pool", since="0.1", capability="causal")
     def test_slots_are_numbered_beyond_16_bits(self) -> None:
         """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, page ids int32, and indices computed from them need 64
         bits."""
@@ -180,8 +180,9 @@ class AttentionMemory(AttentionSubject):
     @check("attention.strides", since="0.1")
     def test_q_k_and_v_may_be_parts_of_one_tensor(self) -> None:
         """q, k and v may be strided views of one tensor, the output of a merged projection."""
-        for history, queries in (((0, 0), (12, 5)), ((20, 5), (1, 1))):
-            bench = self.bench(self.case(history, queries))
+        for rows in (((0, 0), (12, 5)), ((20, 5), (1, 1))):
+            bench = self.bench(self.case(*rows))
+            history = bench.case.history
             if any(history):
                 bench.write((0, 0), history)
             heads, kv_heads = bench.case.heads, bench.case.kv_heads
@@ -192,7 +193,7 @@ class AttentionMemory(AttentionSubject):
             bench.layers[0].write(k, v)
             assert_close(bench, [bench.layers[0].attend(q).double().cpu()], "q, k and v as parts of one tensor: ")
 
-    @check("attention.pages", since="0.4")
+    @check("attention.pages", since="0.4", capability="causal")
     def test_a_page_is_all_that_a_block_is(self) -> None:
         """The executor copies pages: row `page` of each of `LayerCache.memory`. All of a block's K and V must lie there, in this layer's part, and
         depend on neither the page's number nor other memory. Nothing else may be written, in the row or in other pages, but in the waste page."""
@@ -224,7 +225,7 @@ class AttentionMemory(AttentionSubject):
         for memory in longer:
             require(bool((memory[unused] == ALL_BITS).all()), f"write() changed one of the pages {unused}, which no row has")
 
-    @check("attention.memory", since="0.1")
+    @check("attention.memory", since="0.1", capability="causal")
     def test_blocks_take_the_memory_that_tensor_bytes_says(self) -> None:
         """The engine sizes the pool by `tensor_bytes`: K and V of one block, of this layer, in the cache's dtype. A backend has no memory of its own
         that grows with the pool, and after another `bind` neither the earlier memory nor state that refers to it."""

@@ -20,6 +20,7 @@ class Rules(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [heads]
+    causal: bool = True
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
@@ -47,8 +48,10 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dty
     scores = rounded(torch.einsum("qhd,khd->hqk", q, k[:, kv_head]) * rules.scale)
     if rules.softcap is not None:
         scores = rounded(torch.tanh(scores / rules.softcap) * rules.softcap)
-    at, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
-    seen = key <= at if rules.window is None else (key <= at) & (key > at - rules.window)
+    ahead = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]  # of each query, how far each key is after it
+    seen = ahead <= 0 if rules.causal else torch.ones_like(ahead, dtype=torch.bool)
+    if rules.window is not None:
+        seen &= ahead.abs() < rules.window
     scores = scores.masked_fill(~seen, -torch.inf)
     if rules.sinks is not None:  # one key more, without a value
         scores = torch.cat([scores, rules.sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)], -1)

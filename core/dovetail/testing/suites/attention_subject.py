@@ -15,6 +15,7 @@ from dovetail.testing.suites.attention_bench import Bench, Case
 
 SOME_HEAD_SIZES = (4, 8, 20, 64, 80, 128, 256)  # tested if any is allowed
 SOME_BLOCK_SIZES = (1, 3, 8, 16, 64, 256)
+MOST_WHOLE = 700  # tokens of a row all of which attend to all
 
 
 class AttentionSubject(Suite):
@@ -44,13 +45,15 @@ class AttentionSubject(Suite):
 
     def declares(self, capability: str) -> bool:
         """`cuda_graph` is declared by any value except "none", `mixed_graph` by that value, `cache_dtypes` by a non-empty tuple, `fused_write` by
-        exposing a cache."""
+        exposing a cache. What is about the cache applies to backends with `causal`, since others may have none."""
+        if capability in ("groups", "shared_prefix") and not self.claims.causal:
+            return False
         if capability == "cuda_graph":
             return self.claims.cuda_graph != "none"
         if capability == "mixed_graph":
             return self.claims.cuda_graph == "mixed"
         if capability == "cache_dtypes":
-            return bool(self.claims.cache_dtypes)
+            return bool(self.claims.cache_dtypes) and self.claims.causal
         if capability == "fused_write":
             return self.bench(self.case((0,), (1,))).layers[0].cache_for_fused_write() is not None
         return super().declares(capability)
@@ -68,10 +71,13 @@ class AttentionSubject(Suite):
             "dtype": self.tried_dtypes()[0],
             "device": self.place,
         }
-        return Case(tuple(history), tuple(queries), **(defaults | fields))
+        return Case(tuple(history) or (0,) * len(queries), tuple(queries), **(defaults | fields))
 
     def bench(self, case: Case, relabel: int = 0) -> Bench:
-        """Make a bench. A backend without `groups` gets layers with the last one's window."""
+        """Make a bench. A backend without `groups` gets layers with the last one's window; one without `causal` gets whole rows, of at most `MOST_WHOLE`
+        tokens."""
+        if not self.claims.causal:
+            case = case.whole(MOST_WHOLE)
         if not self.claims.groups:
             case = replace(case, windows=case.windows[-1:] * len(case.windows))
         return Bench(self.make, case, relabel=relabel)

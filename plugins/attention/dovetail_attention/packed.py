@@ -1,0 +1,133 @@
+"""Attention backend `packed`, for encoders: each row of a step is a whole prompt, and its tokens attend to later ones, too.
+
+Nothing is stored: `write` keeps K and V of the step until the next layer writes. Rows lie one after the other, without padding. On a GPU one kernel
+of torch's FlashAttention computes all rows, in half precision. Elsewhere each row is a scaled dot product of its own. A row with a window that it
+leaves is cut into parts of consecutive queries, each with the keys that any of them sees and a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel
+from torch.nn.attention.varlen import varlen_attn
+
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, LayerCache, LayerSpec
+from dovetail.errors import DovetailError
+
+LEAST_PART = 64  # queries
+FLASH_HEAD_SIZES = range(8, 257, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Queries of one row, and the keys that they see."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None  # [queries, keys] bool: which are seen; None: all
+
+
+class PackedAttention(AttentionBackend):
+    """Creates layers, and plans steps for all of them."""
+
+    capabilities = AttentionCapabilities(groups=True, causal=False, bidirectional=True)
+
+    def __init__(self, options: BaseModel, context: AttentionContext) -> None:
+        super().__init__(options, context)
+        self._windows: set[int | None] = set()
+        self.written: tuple[LayerSpec, torch.Tensor, torch.Tensor] | None = None  # the layer that was written last, and its K and V
+        # Of the planned step:
+        self.starts = [0]  # of each row's tokens, and the end of the last
+        self.query_starts: torch.Tensor | None = None  # the same on the device
+        self.longest = 0  # tokens of a row
+        self.parts: dict[int | None, list[Part]] = {}  # by window
+
+    @classmethod
+    def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        reasons = super().reasons_against(context, layers)
+        return reasons if all(layer.shares is None for layer in layers) else [*reasons, "layers that share a cache aren't supported: there is none"]
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        self._windows.add(spec.window)
+        return PackedLayer(spec, self)
+
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return ()
+
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        """Nothing is allocated."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        if (batch.host_query_lens != batch.host_kv_lens).any():
+            row = int((batch.host_query_lens != batch.host_kv_lens).argmax())
+            raise DovetailError(
+                f"attention backend 'packed': row {row} has {batch.host_kv_lens[row]} tokens, of which the step computes only "
+                f"{batch.host_query_lens[row]}; without a cache, whole rows are computed"
+            )
+        self.written = None
+        self.starts = [0, *np.cumsum(batch.host_query_lens).tolist()]
+        self.query_starts, self.longest = batch.query_starts[: batch.num_rows + 1], int(batch.host_query_lens.max(initial=0))
+        self.parts = {window: [*self._cut(window, batch.query_starts.device)] for window in self._windows}
+
+    def _cut(self, window: int | None, device: torch.device) -> Iterator[Part]:
+        """Yield the parts of the step's rows for layers with this window."""
+        masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        for start, end in pairwise(self.starts):
+            if window is None or end - start <= window:
+                yield Part(slice(start, end), slice(start, end), None)
+                continue
+            step = max(window, LEAST_PART)
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                low, high = max(start, first - window + 1), min(end, last + window - 1)
+                shape = last - first, high - low, first - low
+                if shape not in masks:
+                    masks[shape] = _band(*shape, window, device)
+                yield Part(slice(first, last), slice(low, high), masks[shape])
+
+
+class PackedLayer(AttentionLayer):
+    """Attention of one layer over what it wrote in this step."""
+
+    def __init__(self, spec: LayerSpec, backend: PackedAttention) -> None:
+        self.spec, self._backend = spec, backend
+        dtype, device = backend.context.dtype, backend.context.device
+        self._flash = device.startswith("cuda") and dtype != "float32" and spec.head_size in FLASH_HEAD_SIZES
+
+    def bind(self, cache: LayerCache) -> None:
+        self.cache = cache
+
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        assert v is not None  # which is so with v_in_k only
+        self._backend.written = self.spec, k, v
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        backend, spec = self._backend, self.spec
+        if backend.written is None or backend.written[0] is not spec:
+            raise DovetailError(f"attention layer {spec.index}: attend() must follow write() of the same layer in the same step")
+        _, k, v = backend.written
+        gqa = spec.heads != spec.kv_heads
+        if self._flash and len(backend.starts) > 1:
+            starts, longest, reach = backend.query_starts, backend.longest, -1 if spec.window is None else spec.window - 1
+            attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=spec.scale, window_size=(reach, reach), enable_gqa=gqa)
+            assert isinstance(attended, torch.Tensor)
+            return attended
+        out = q.new_empty(q.shape)
+        out[backend.starts[-1] :] = 0
+        for part in backend.parts[spec.window]:
+            own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (q[part.queries], k[part.keys], v[part.keys]))  # [1, heads, tokens, head_size]
+            values = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=part.mask, scale=spec.scale, enable_gqa=gqa)
+            out[part.queries] = values[0].transpose(0, 1)
+        return out
+
+
+def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return [queries, keys] bool: True for keys less than `window` tokens away. The first query is `ahead` tokens after the first key."""
+    query, key = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+    return (query + ahead - key).abs() < window
