@@ -47,6 +47,7 @@ NEEDS_TIME = {
     "qwen3_5_moe_text",
     "nemotron_h",
     "granitemoehybrid",
+    "roberta",
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {"transformers"}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one

@@ -15,7 +15,7 @@ from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import linear
-from dovetail.nn.parameter import Part, Weight
+from dovetail.nn.parameter import Part, Weight, whole
 
 
 def vocab_weight(vocab_size: int, hidden_size: int, context: BuildContext) -> Weight:
@@ -53,6 +53,17 @@ class VocabParallelEmbedding(Layer):
         absent = (local < 0) | (local >= self.rows)
         hidden = embed(local.masked_fill(absent, 0), self.weight)
         return self.group.all_reduce(hidden.masked_fill_(absent[:, None], 0))
+
+
+class Table(Layer):
+    """indices [tokens] int64 -> their rows [tokens, hidden] of a small table, which every rank holds whole: of positions, of token types."""
+
+    def __init__(self, rows: int, hidden_size: int, context: BuildContext) -> None:
+        super().__init__()
+        self.weight = whole((rows, hidden_size), context)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return embed(indices, self.weight)
 
 
 class LMHead(Layer):

@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv:1910.07467) of tokens, and of the heads of q and k."""
+"""RMSNorm (arXiv:1910.07467) of tokens, and of the heads of q and k; LayerNorm (arXiv:1607.06450) of tokens."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ class RMSNorm(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNorm(Layer):
+    """x [..., size] -> the same shape: minus its mean, divided by its deviation, times a weight, plus a bias if there is one."""
+
+    def __init__(self, size: int, eps: float, context: BuildContext, *, bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = whole((size,), context, scale=True)
+        self.bias = whole((size,), context) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class QKNorm(Layer):

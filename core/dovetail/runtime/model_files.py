@@ -27,6 +27,8 @@ BUILT_IN = "dovetail:"  # prefix of the full names of built-ins
 
 _SAME_AS_TEXT = {"qwen3_vl_text": "qwen3"}  # text models -> equivalent models for text, where the three positions of a token are equal
 
+_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")  # model types
+
 _INSTEAD_OF_A_CONFIG = {  # files that indicate other layouts than transformers'
     "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, with config.json",
     "adapter_config.json": "this is an adapter (LoRA), not a model; serve its base model with enable_lora=True, and name the adapter in lora_request",
@@ -216,8 +218,11 @@ def _warn_once(message: str) -> None:
 
 
 def model_length(config: Any) -> int:
-    """Return the model's maximum sequence length in tokens. YaRN multiplies the trained length by its factor."""
+    """Return the model's maximum sequence length in tokens. YaRN multiplies the trained length by its factor; in RoBERTa's models the first
+    position follows that of padding."""
     length = int(config.max_position_embeddings)
+    if config.model_type in _POSITIONS_AFTER_PADDING:
+        return length - int(config.pad_token_id) - 1
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn":
         length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))

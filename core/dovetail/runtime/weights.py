@@ -28,7 +28,11 @@ _PREFIX = "model."  # prefix of all names except the head's, in a checkpoint of 
 
 _TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # prefixes of the text model's names with a vision model -> without one
 
-_COMPUTED = (".rotary_emb.inv_freq",)  # suffixes of tensors in old checkpoints that are computed instead
+_COMPUTED = (
+    ".rotary_emb.inv_freq",
+    "embeddings.position_ids",
+    "embeddings.token_type_ids",
+)  # suffixes of tensors in old checkpoints that are computed instead
 
 _OF_THE_CACHE = (".k_scale", ".v_scale", ".kv_scale")  # endings of tensors that belong to no layer's weights: `dovetail.runtime.kv_scales` reads them
 

@@ -113,7 +113,7 @@ class PackedLayer(AttentionLayer):
             raise DovetailError(f"attention layer {spec.index}: attend() must follow write() of the same layer in the same step")
         _, k, v = backend.written
         gqa = spec.heads != spec.kv_heads
-        if self._flash and len(backend.starts) > 1:
+        if self._flash and backend.query_starts is not None:
             starts, longest, reach = backend.query_starts, backend.longest, -1 if spec.window is None else spec.window - 1
             attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=spec.scale, window_size=(reach, reach), enable_gqa=gqa)
             assert isinstance(attended, torch.Tensor)

@@ -7,7 +7,7 @@ from dovetail.api.component import BundledModel, ComponentSpec, QuantizationSpec
 _NEEDS = ("torch>=2.11", "transformers>=5")
 
 
-def _model(name: str, target: str, architecture: str, summary: str, module: str | None = None) -> ComponentSpec:
+def _model(name: str, target: str, architecture: str, summary: str, module: str | None = None, *more: str) -> ComponentSpec:
     return ComponentSpec(
         kind="model",
         name=name,
@@ -15,8 +15,12 @@ def _model(name: str, target: str, architecture: str, summary: str, module: str 
         api="0.4",
         summary=summary,
         requires=_NEEDS,
-        architectures=(architecture,),
+        architectures=(architecture, *more),
     )
+
+
+def _encoder(name: str, target: str, family: str, summary: str, module: str) -> ComponentSpec:
+    return _model(name, target, f"{family}Model", summary, module, f"{family}ForSequenceClassification")
 
 
 @hookimpl
@@ -42,6 +46,10 @@ def dovetail_components() -> list[ComponentSpec]:
         _model("qwen3_5_moe_text", "Qwen35Moe", "Qwen3_5MoeForCausalLM", "Qwen3.5, text, recurrent layers and experts", module="qwen3_next"),
         _model("nemotron_h", "NemotronH", "NemotronHForCausalLM", "Nemotron-H, recurrent layers"),
         _model("granitemoehybrid", "GraniteMoeHybrid", "GraniteMoeHybridForCausalLM", "Granite 4, recurrent layers", module="granite"),
+        _encoder("bert", "Bert", "Bert", "BERT, an encoder", "bert"),
+        _encoder("roberta", "Roberta", "Roberta", "RoBERTa, an encoder", "bert"),
+        _encoder("xlm_roberta", "XLMRoberta", "XLMRoberta", "XLM-RoBERTa, an encoder: bge-m3, multilingual e5", "bert"),
+        _encoder("modernbert", "ModernBert", "ModernBert", "ModernBERT, an encoder with windows in most layers", "modernbert"),
         _model("transformers", "Transformers", "*", "all other architectures of transformers, with transformers' own code"),
     ]
 

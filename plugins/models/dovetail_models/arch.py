@@ -1,8 +1,9 @@
-"""Base of all architectures built on the shared decoder: validates a Hugging Face config and builds the model."""
+"""Bases of architectures: `ConfigArch` validates a Hugging Face config, `DecoderArch` builds the shared decoder."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -85,8 +86,8 @@ _HARMLESS = (  # patterns of fields that don't affect a model's results
 _HARMLESS_VALUES = {"activation": ("swiglu",)}  # Falcon3's name for a gated feed-forward with hidden_act = silu
 
 
-class DecoderArch(ModelArch):
-    """Architecture that is a `Decoder` with the shape in its config.
+class ConfigArch(ModelArch):
+    """Architecture that knows every field of its config.
 
     A config is served only if every field in it is handled by the architecture (`handled`, besides the common ones), known to be harmless, equal to
     transformers' default, or off (None, False, 0 or empty). Any other field may change the numbers, even one that transformers itself ignores, and is
@@ -98,10 +99,7 @@ class DecoderArch(ModelArch):
     handled: frozenset[str] = frozenset()
     activation_field = "hidden_act"
     activations: tuple[str, ...] = ("silu",)  # implemented
-
-    @abstractmethod
-    def shape(self, config: Any) -> DecoderShape:
-        """Return the shape of the decoder. Called only for configs without reasons against them."""
+    auto_classes: tuple[str, ...] = ("AutoModelForCausalLM",)  # keys of `auto_map` that would replace this model by code in the checkpoint
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != self.model_type:
@@ -110,16 +108,20 @@ class DecoderArch(ModelArch):
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         """Return the reasons for a config with the right `model_type`; architectures add their own."""
-        sizes = dict.fromkeys(reason for layer in self.layer_configs(config) for reason in _wrong_sizes(layer))
-        causal = [] if getattr(config, "is_causal", True) else ["is_causal = False is not implemented: tokens attend to those before them only"]
-        return [*sizes, *causal, *self._wrong_activation(config), *_wrong_values(config), *self.rope_reasons(config), *self._unknown(config)]
+        return [
+            *self.size_reasons(config),
+            *self._wrong_activation(config),
+            *_wrong_values(config, self.auto_classes),
+            *self.rope_reasons(config),
+            *self._unknown(config),
+        ]
 
-    def layer_configs(self, config: Any) -> list[Any]:
-        """Return the configs in which sizes are read."""
-        return [config]
+    @abstractmethod
+    def size_reasons(self, config: Any) -> list[str]:
+        """Return the reasons why sizes in the config can't be right."""
 
     def rope_reasons(self, config: Any) -> list[str]:
-        return rope_reasons_against(config.rope_parameters or {})
+        return []
 
     def _wrong_activation(self, config: Any) -> list[str]:
         activation, implemented = getattr(config, self.activation_field), ", ".join(map(repr, self.activations))
@@ -132,6 +134,30 @@ class DecoderArch(ModelArch):
             for name, value in vars(config).items()
             if value and name not in known and value != defaults.get(name) and not _is_harmless(name, value)
         ]
+
+
+class DecoderArch(ConfigArch):
+    """Architecture that is a `Decoder` with the shape in its config."""
+
+    @abstractmethod
+    def shape(self, config: Any) -> DecoderShape:
+        """Return the shape of the decoder. Called only for configs without reasons against them."""
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        reasons = super().reasons_against_fields(config)
+        if not getattr(config, "is_causal", True):
+            reasons.append("is_causal = False is not implemented: tokens attend to those before them only")
+        return reasons
+
+    def size_reasons(self, config: Any) -> list[str]:
+        return list(dict.fromkeys(reason for layer in self.layer_configs(config) for reason in _wrong_sizes(layer)))
+
+    def layer_configs(self, config: Any) -> list[Any]:
+        """Return the configs in which sizes are read."""
+        return [config]
+
+    def rope_reasons(self, config: Any) -> list[str]:
+        return rope_reasons_against(config.rope_parameters or {})
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         shape = self.shape(config)
@@ -215,13 +241,16 @@ def _wrong_sizes(config: Any) -> list[str]:
     return reasons
 
 
-def _wrong_values(config: Any) -> list[str]:
+def _wrong_values(config: Any, auto_classes: Sequence[str]) -> list[str]:
     reasons = []
     if getattr(config, "pretraining_tp", None) not in (None, 0, 1):
         reasons.append(f"pretraining_tp = {config.pretraining_tp} is not implemented (only 1)")
     if getattr(config, "quantization_config", None):
         reasons.append(f"quantization_config = {_short(config.quantization_config)} is not implemented: only plain weights")
-    if not _is_copy(own := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"), config):
+    auto_map = getattr(config, "auto_map", None) or {}
+    for own in (auto_map.get(name) for name in auto_classes):
+        if _is_copy(own, config):
+            continue
         reasons.append(f"auto_map: the checkpoint has its own code for this model ({_short(own)}), which is never run")
     return reasons
 

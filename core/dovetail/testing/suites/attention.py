@@ -65,8 +65,9 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.bidirectional", since="0.5", capability="bidirectional")
     def test_tokens_of_an_encoder_attend_to_later_ones(self) -> None:
-        """With `LayerSpec.causal` False each token attends to all tokens of its row, or with a window w to those less than w tokens away on both sides,
-        and to no other row; for any lengths, beside padding, whatever the step before was. Such a layer is written and attends before the next one."""
+        """With `LayerSpec.causal` False each token attends to all tokens of its row, or with a window w to those less than w tokens away on both
+        sides, and to no other row; for any lengths, beside padding, whatever the step before was. Such a layer is written and attends before the
+        next one is written."""
         size = self.claims.default_block_size()
         for window in (None, 1, size, 2 * size + 3) if self.claims.window else (None,):
             case = self.case((), (1, 2 * size + 1, size, 7, size, 5 * size), windows=(window,), heads=2, kv_heads=1).whole(LONG)

@@ -74,8 +74,8 @@ class AttentionSubject(Suite):
         return Case(tuple(history) or (0,) * len(queries), tuple(queries), **(defaults | fields))
 
     def bench(self, case: Case, relabel: int = 0) -> Bench:
-        """Make a bench. A backend without `groups` gets layers with the last one's window; one without `causal` gets whole rows, of at most `MOST_WHOLE`
-        tokens."""
+        """Make a bench. A backend without `groups` gets layers with the last one's window; one without `causal` gets whole rows, of at most
+        `MOST_WHOLE` tokens."""
         if not self.claims.causal:
             case = case.whole(MOST_WHOLE)
         if not self.claims.groups:

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from dovetail.api.model import ModelArch, ModelContext, ParallelGroup
 from dovetail.errors import describe
-from dovetail.runtime.model_files import read_config
+from dovetail.runtime.model_files import model_length, read_config
+from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.weights import load_weights, place_of
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
@@ -48,13 +49,25 @@ class ModelSuite(Suite):
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """Architectures to test. Raises `CheckFailed` if none is known."""
+        """Architectures to test: those without a head for labels, which the executor computes. Raises `CheckFailed` if none is known."""
         if self.architectures or isinstance(self.component, str):
             found = self.architectures or self.resolved.spec.architectures
         else:
             found = getattr(self.component_class, "architectures", ()) or _declared_for(self.component_class)
         require(found, "no architectures are declared: name them in the ComponentSpec, or set `architectures` on the suite")
-        return found
+        return tuple(name for name in found if not configs.has_label_head(name)) or found
+
+    def declares(self, capability: str) -> bool:
+        """`causal` is declared by a first architecture whose layers are; it generates, and has a head over the vocabulary."""
+        if capability == "causal":
+            return not self.encodes
+        return super().declares(capability)
+
+    @cached_property
+    def encodes(self) -> bool:
+        """True if the architectures are encoders: each row of a step is a whole prompt, and there are no logits. What checks compare as such are
+        hidden states."""
+        return not all(spec.causal for spec in self.arch.layer_specs(configs.tiny(self.served[0]), SINGLE))
 
     def configs(self) -> Iterator[Any]:
         for architecture in self.served:
@@ -78,7 +91,7 @@ class ModelSuite(Suite):
         """Hidden states (after the last norm) or logits differ from transformers' in float32. Compare layer by layer, starting at the embedding:
         norms and their eps, rotary embedding, additions to the residual stream, biases, tied weights. Sequences are as long as the model allows."""
         for config, reference, bench in self.pairs():
-            tokens = some_tokens(config, config.max_position_embeddings)
+            tokens = some_tokens(config, model_length(config))
             hidden = bench.step(Chunk("a", tokens, 0))
             for what, ours, theirs in zip(("hidden states", "logits"), (hidden, bench.logits(hidden)), reference.run(tokens), strict=True):
                 assert_close(ours, theirs, f"{what} of {_told(config)} differ from transformers'")
@@ -135,7 +148,7 @@ class ModelSuite(Suite):
 
     # ---- steps
 
-    @check("model.positions", since="0.1")
+    @check("model.positions", since="0.1", capability="causal")
     def test_positions(self) -> None:
         """Two steps with the same number of tokens and the same first position had the same rotation, although other positions differ. Key anything
         cached between steps by all positions, or cache nothing."""
@@ -169,15 +182,15 @@ class ModelSuite(Suite):
                 require(torch.equal(given[0], tokens) and torch.equal(given[1], torch.arange(12)), "forward() changed token_ids or positions")
                 require(torch.equal(given[2], wanted), "forward() changed wanted")
                 states = hidden.clone()
-                bench.model.logits(hidden).fill_(torch.nan)
+                bench.logits(hidden).fill_(torch.nan)
                 require(torch.equal(hidden, states), f"logits() changed {len(wanted)} hidden states")
-                again = bench.model.logits(hidden)
+                again = bench.logits(hidden)
                 assert_close(again, expected[wanted], "logits of the same states, after the caller has overwritten those of the first call")
                 hidden.fill_(torch.nan)
             again = bench.logits(bench.step(Chunk(f"again {sequence}", tokens, 0), wanted=wanted))
             assert_close(again, expected[wanted], "logits after the caller has overwritten earlier results")
 
-    @check("model.chunks", since="0.1")
+    @check("model.chunks", since="0.1", capability="causal")
     def test_chunks(self) -> None:
         """A prompt computed in chunks gives other logits than at once. Use the given positions instead of counting, and keep nothing between
         calls."""
@@ -187,7 +200,7 @@ class ModelSuite(Suite):
             chunked = Bench(self.arch, config, reference.tensors()).run(tokens, (7, 1, 13, 9))
             assert_close(chunked, whole, f"logits of {_told(config)} in chunks of 7, 1, 13 and 9 differ from those of the whole")
 
-    @check("model.decode", since="0.1")
+    @check("model.decode", since="0.1", capability="causal")
     def test_decode(self) -> None:
         """Tokens computed one by one give other logits than in one forward pass."""
         for config, reference, bench in self.pairs():
@@ -197,7 +210,7 @@ class ModelSuite(Suite):
                 decoded = Bench(self.arch, config, reference.tensors()).run(tokens, (first, *(1,) * (20 - first)))
                 assert_close(decoded, whole, f"logits of {_told(config)}, decoded token by token after {first}, differ from those of the whole")
 
-    @check("model.prefix", since="0.1")
+    @check("model.prefix", since="0.1", capability="causal")
     def test_prefix(self) -> None:
         """A sequence whose first K and V come from another one (a prefix hit) gives other logits than if computed. A hit starts at a position that
         the model has never seen in this sequence."""
@@ -215,10 +228,12 @@ class ModelSuite(Suite):
         position; only attention knows which belong together."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, n, seed=n) for name, n in (("a", 50), ("b", 40), ("c", 14))}
-            bench.step(Chunk("a", tokens["a"][:12], 0), Chunk("c", tokens["c"][:13], 0))
-            hidden = bench.step(Chunk("c", tokens["c"][13:], 13), Chunk("b", tokens["b"], 0), Chunk("a", tokens["a"][12:], 12))
+            if not self.encodes:
+                bench.step(Chunk("a", tokens["a"][:12], 0), Chunk("c", tokens["c"][:13], 0))
+            starts = {"c": 0, "b": 0, "a": 0} if self.encodes else {"c": 13, "b": 0, "a": 12}
+            hidden = bench.step(*(Chunk(name, tokens[name][start:], start) for name, start in starts.items()))
             alone = Bench(self.arch, config, reference.tensors())
-            expected = [alone.run(tokens[name], sequence=name)[start:] for name, start in (("c", 13), ("b", 0), ("a", 12))]
+            expected = [alone.run(tokens[name], sequence=name)[start:] for name, start in starts.items()]
             assert_close(bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a shared step differ from those of separate steps")
             many = {f"one of {MANY}, {n}": some_tokens(config, 2 + n % 3, seed=n) for n in range(MANY)}
             hidden = bench.step(*(Chunk(name, ids, 0) for name, ids in many.items()))
@@ -228,6 +243,8 @@ class ModelSuite(Suite):
                 torch.cat(expected),
                 f"logits of {_told(config)} in a step of {MANY} sequences differ from those of separate steps",
             )
+            if self.encodes:
+                continue
             falling = [Chunk(name, tokens[name][:1], start) for name, start in (("a", 50), ("b", 40), ("c", 14))]
             expected = [alone.run(part.token_ids, sequence=part.sequence, start=part.start) for part in falling]
             told = f"logits of {_told(config)} in a step whose positions decrease from row to row differ from those of separate steps"
@@ -274,6 +291,8 @@ class ModelSuite(Suite):
                 ((Chunk("a", tokens[14:20], 14), Chunk("b", others[5:], 5)), [8, 2, 5]),
                 ((Chunk("a", tokens[20:], 20), Chunk("b", others[:1], 9)), [*range(10, -1, -1)]),
             )
+            if self.encodes:
+                steps = ((Chunk("a", tokens, 0), Chunk("b", others, 0)), [38, 0, 7]), ((Chunk("b", others, 0),), [*range(8, -1, -1)])
             whole = Bench(self.arch, config, reference.tensors())
             for parts, places in steps:
                 alone, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
@@ -332,10 +351,13 @@ class ModelSuite(Suite):
     @check("model.weight_use", since="0.1")
     def test_weight_use(self) -> None:
         """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded into its parameter."""
+        def usual(name: str) -> bool:
+            return not name.endswith(("correction_bias", ".key.bias"))  # the bias of keys adds the same to all scores of a query
+
         for config in self.configs():
             self.assert_used(config, lambda name: name.endswith("correction_bias"))  # which counts in the choice of experts alone
             configs.choosing_all_experts(config)  # an expert that no token chooses has no effect
-            self.assert_used(config, lambda name: not name.endswith("correction_bias"))
+            self.assert_used(config, usual)
 
     def assert_used(self, config: Any, which: Callable[[str], bool]) -> None:
         """Check that those tensors of a checkpoint affect the logits."""
@@ -384,7 +406,7 @@ class ModelSuite(Suite):
             fail(f"a checkpoint of {_told(config)} can't be loaded: {describe(error)}")
         return bench
 
-    @check("model.tied", since="0.1")
+    @check("model.tied", since="0.1", capability="causal")
     def test_tied(self) -> None:
         """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of the two or both; otherwise it has separate
         weights. Let both rules name one parameter, the head's `optional`."""

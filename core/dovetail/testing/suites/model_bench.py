@@ -19,6 +19,7 @@ from dovetail.nn.format import Quantization
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.quantization import place_weights
 from dovetail.testing.memory import bind_states
+from dovetail.testing.suites import model_configs as configs
 from dovetail.testing.suites.attention_oracle import Rules, plain
 
 CPU = torch.device("cpu")
@@ -75,13 +76,13 @@ class KeptAttention(AttentionLayer):
         v = k[..., : self.spec.out_size] if v is None else v
         counts = [tokens for _, tokens in self._sequences.step]
         for (name, _), new_k, new_v in zip(self._sequences.step, torch.split(k, counts), torch.split(v, counts), strict=True):
-            old = self.kept.get(name)
+            old = self.kept.get(name) if self.spec.causal else None
             self.kept[name] = (torch.cat((old[0], new_k)), torch.cat((old[1], new_v))) if old else (new_k.clone(), new_v.clone())
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         rows = torch.split(q, [tokens for _, tokens in self._sequences.step])
         kept = [self.kept[name] for name, _ in self._sequences.step]
-        rules = Rules(self.spec.scale, self.spec.window, self.spec.softcap, self.sinks)
+        rules = Rules(self.spec.scale, self.spec.window, self.spec.softcap, self.sinks, self.spec.causal)
         values = [plain(row, k, v, rules, q.dtype) for row, (k, v) in zip(rows, kept, strict=True)]
         if self._sequences.latest is not None:
             self._sequences.latest.fill_(torch.nan)
@@ -211,7 +212,8 @@ class Bench:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model.logits(hidden)
+        """Return the logits of hidden states; of an encoder, which has none, a copy of these."""
+        logits: torch.Tensor = self.model.logits(hidden) if hasattr(self.model, "logits") else hidden.clone()
         return logits
 
 
@@ -253,17 +255,33 @@ def on_ranks(size: int, act: Callable[[ParallelGroup], Any]) -> list[Any]:
         return list(pool.map(one, range(size)))
 
 
+def _generator(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def _encoder(config: Any) -> Any:
+    """Return transformers' model without the pooler, which is no part of the encoder."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_config(config, attn_implementation="eager")
+    if hasattr(model, "pooler"):
+        model.pooler = None
+    return model
+
+
 class Reference:
     """transformers' model of a config, with random weights and no parameter at a neutral value."""
 
     def __init__(self, config: Any, seed: int = 0) -> None:
-        from transformers import AutoModelForCausalLM
-
         generator = torch.Generator().manual_seed(seed)
-        self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").eval()
+        self.encodes = configs.encodes(config.architectures[0])
+        self.model: Any = (_encoder if self.encodes else _generator)(config).eval()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
+                is_scale = "norm" in name.lower() and not name.endswith("bias")
+                parameter.normal_(mean=1.0 if is_scale else 0.0, std=0.2, generator=generator)
             for name, buffer in self.model.named_buffers():
                 if name.endswith("layer_scalar"):
                     buffer.normal_(mean=1.0, std=0.2, generator=generator)
@@ -275,12 +293,12 @@ class Reference:
 
     def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
         """Multiply the weights of all layers by `factor`, and those of the embedding by it or `embedding`; norms and an untied head stay."""
-        embedded = self.model.get_input_embeddings().weight
+        embedded, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter is embedded:
                     parameter.mul_(factor if embedding is None else embedding)
-                elif "norm" not in name and parameter is not self.model.get_output_embeddings().weight:
+                elif "norm" not in name.lower() and (head is None or parameter is not head.weight):
                     parameter.mul_(factor)
 
     def enlarge_what_norms_of_heads_get(self, factor: float) -> bool:
@@ -314,6 +332,9 @@ class Reference:
 
     @torch.no_grad()
     def run(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states after the last norm, and logits."""
+        """Return hidden states after the last norm, and logits; of an encoder the hidden states twice."""
+        if self.encodes:
+            hidden: torch.Tensor = self.model(token_ids[None], attention_mask=torch.ones_like(token_ids[None])).last_hidden_state[0]
+            return hidden, hidden
         out = self.model(token_ids[None], output_hidden_states=True)
         return out.hidden_states[-1][0], out.logits[0]

@@ -80,6 +80,8 @@ OF_STATES: dict[str, dict[str, Any]] = {  # besides, for architectures with recu
     },
 }
 
+OF_ENCODERS: dict[str, Any] = {"layer_norm_eps": 1e-2, "norm_eps": 1e-2, "local_attention": 9, "pad_token_id": 1}  # besides, for encoders
+
 KINDS = ("sliding_attention", "full_attention")  # of layers, in turn, for architectures with a rotary embedding for each
 STATE_KINDS = ("linear_attention", "full_attention")  # for architectures with recurrent layers
 
@@ -152,6 +154,15 @@ def config_class(architecture: str) -> type[Any]:
     return cls
 
 
+def encodes(architecture: str) -> bool:
+    """Return True for transformers' name of a model without a head over the vocabulary."""
+    return architecture.endswith("Model") and not architecture.endswith("HeadModel")
+
+
+def has_label_head(architecture: str) -> bool:
+    return architecture.endswith("ForSequenceClassification")
+
+
 def ties(architecture: str) -> bool:
     """Return True if transformers' class for an architecture ties the head to the embedding where the config says so."""
     import transformers
@@ -163,7 +174,7 @@ def tiny(architecture: str, **fields: Any) -> Any:
     """Return a config with TINY's values for its fields, and `fields`."""
     cls = config_class(architecture)
     known = vars(cls())
-    values = TINY
+    values = TINY | OF_ENCODERS if encodes(architecture) else TINY
     if "kv_lora_rank" in known:
         values = TINY | OF_LATENTS
         fields = {name: value for name, value in fields.items() if name not in ("num_key_value_heads", "head_dim")}
@@ -235,10 +246,12 @@ def changes(architecture: str) -> Iterator[Change]:
             yield Change(field, {field: value * 3 or 0.5})
             if field.endswith(("eps", "epsilon")):
                 yield Change(field, {field: 1e-12}, tiny_weights=1e-5)
-        elif field in ("hidden_act", "hidden_activation"):
+        elif field in ("hidden_act", "hidden_activation", "classifier_activation"):
             yield Change(field, {field: "gelu" if value != "gelu" else "silu"})
         elif field == "sliding_window":
             yield from (Change(field, {field: window}) for window in (3, 1))
+        elif field == "local_attention":
+            yield from (Change(field, {field: window}) for window in (8, 2, 1))
         elif field == "rope_parameters":
             plain = value[KINDS[1]] if has_ropes(value) else value
             yield from (Change("rope_type", {field: with_rope(value, rope)}) for rope in ROPES)

@@ -1,0 +1,155 @@
+"""BERT (arXiv:1810.04805), RoBERTa (arXiv:1907.11692) and XLM-RoBERTa: post-norm encoders with learned positions and token types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, WeightRule
+from dovetail.nn.embedding import Table, VocabParallelEmbedding
+from dovetail.nn.layer import LayerList
+from dovetail.nn.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from dovetail.nn.norm import LayerNorm
+from dovetail_models.encoder import EncoderArch, kept, rules
+
+
+class Bert(EncoderArch):
+    """BertModel, BertForSequenceClassification."""
+
+    model_type = "bert"
+    prefix = "bert."
+    handled = frozenset(
+        {
+            *("type_vocab_size", "layer_norm_eps", "position_embedding_type", "is_decoder", "add_cross_attention"),
+            *("directionality", "output_past", "sentence_transformers"),  # of other heads, of other programs
+            *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+        }
+    )
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        reasons = super().reasons_against_fields(config)
+        if (kind := getattr(config, "position_embedding_type", None)) not in (None, "absolute"):
+            reasons.append(f"position_embedding_type = {kind!r} is not implemented (only 'absolute')")
+        reasons += [f"{name} = True: only encoders are served" for name in ("is_decoder", "add_cross_attention") if getattr(config, name, False)]
+        if config.type_vocab_size < 1:
+            reasons.append(f"type_vocab_size = {config.type_vocab_size} must be at least 1")
+        return reasons
+
+    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
+        return BertEncoder(config, specs, context, prefix)
+
+
+class Roberta(Bert):
+    """RobertaModel, RobertaForSequenceClassification."""
+
+    model_type = "roberta"
+    prefix = "roberta."
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        reasons, padding = super().reasons_against_fields(config), config.pad_token_id
+        if padding is None or not 0 <= padding < config.max_position_embeddings - 1:
+            reasons.append(f"pad_token_id = {padding}: positions begin after it, and max_position_embeddings is {config.max_position_embeddings}")
+        return reasons
+
+    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
+        return BertEncoder(config, specs, context, prefix, padding=config.pad_token_id)
+
+
+class XLMRoberta(Roberta):
+    """XLMRobertaModel, XLMRobertaForSequenceClassification."""
+
+    model_type = "xlm-roberta"
+
+
+class BertLayer(nn.Module):
+    """Attention, then feed-forward; each adds its input, and a norm follows."""
+
+    def __init__(self, config: Any, spec: LayerSpec, context: BuildContext) -> None:
+        super().__init__()
+        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+        self.qkv_proj = QKVParallelLinear(hidden, heads, heads, spec.head_size, context, bias=True)
+        self.attn = context.make_attention(spec)
+        self.o_proj = RowParallelLinear(hidden, hidden, context, bias=True)
+        self.attention_norm = LayerNorm(hidden, config.layer_norm_eps, context, bias=True)
+        self.up_proj = ColumnParallelLinear(hidden, inner, context, bias=True)
+        self.down_proj = RowParallelLinear(inner, hidden, context, bias=True)
+        self.output_norm = LayerNorm(hidden, config.layer_norm_eps, context, bias=True)
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        """x [tokens, hidden] -> the same; with `wanted` [n], only these tokens' [n, hidden]."""
+        spec = self.attn.spec
+        q, k, v = torch.split(self.qkv_proj(x).view(len(x), -1, spec.head_size), spec.heads, dim=1)
+        self.attn.write(k, v)
+        attended, x = kept(wanted, self.attn.attend(q).flatten(1), x)
+        x = self.attention_norm(self.o_proj(attended).add_(x))
+        return self.output_norm(self.down_proj(F.gelu(self.up_proj(x))).add_(x))
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from rules(
+            prefix,
+            {
+                "attention.self.query": (self.qkv_proj, "q"),
+                "attention.self.key": (self.qkv_proj, "k"),
+                "attention.self.value": (self.qkv_proj, "v"),
+                "attention.output.dense": (self.o_proj, None),
+                "attention.output.LayerNorm": (self.attention_norm, None),
+                "intermediate.dense": (self.up_proj, None),
+                "output.dense": (self.down_proj, None),
+                "output.LayerNorm": (self.output_norm, None),
+            },
+        )
+
+
+class BertEncoder(nn.Module):
+    """The encoder. `padding`: id of padding in models whose positions begin after it, and leave padding out."""
+
+    reads_types = True
+
+    def __init__(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str, padding: int | None = None) -> None:
+        super().__init__()
+        self.prefix, self.padding = prefix, padding
+        self.words = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
+        self.positions = Table(config.max_position_embeddings, config.hidden_size, context)
+        self.types = Table(config.type_vocab_size, config.hidden_size, context)
+        self.norm = LayerNorm(config.hidden_size, config.layer_norm_eps, context, bias=True)
+        self.layers = LayerList(BertLayer(config, spec, context) for spec in specs)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None, types: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `CausalLM.forward`. Each row is whole. `types` [tokens] int64: token types, clipped to those that the model has; None: all 0."""
+        if self.padding is not None:
+            positions = positions_after_padding(token_ids, positions, self.padding)
+        x = self.words(token_ids) + (self.types.weight[0] if types is None else self.types(types.clamp(max=len(self.types.weight) - 1)))
+        x = self.norm(x.add_(self.positions(positions)))
+        for index, layer in enumerate(self.layers, 1):
+            x = layer(x, wanted if index == len(self.layers) else None)
+        return x
+
+    def weights(self) -> Iterator[WeightRule]:
+        yield from rules(
+            f"{self.prefix}embeddings.",
+            {
+                "word_embeddings": (self.words, None),
+                "position_embeddings": (self.positions, None),
+                "token_type_embeddings": (self.types, None),
+                "LayerNorm": (self.norm, None),
+            },
+        )
+        for index, layer in enumerate(self.layers):
+            yield from layer.weights(f"{self.prefix}encoder.layer.{index}.")
+        yield WeightRule(f"{self.prefix}pooler.*", None, optional=True)  # of the first token, for labels
+
+
+def positions_after_padding(token_ids: torch.Tensor, positions: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return [tokens] int64: `padding` for tokens that are padding, for the others the next number that their row doesn't have yet. Rows are whole
+    and `positions` [tokens] count from 0."""
+    real = (token_ids != padding).long()
+    before = real.cumsum(0) - real  # in this step
+    first = torch.arange(len(positions), device=positions.device) - positions  # of the row
+    return (before - before[first] + 1) * real + padding

@@ -1,0 +1,62 @@
+"""Encoders: what BERT's and ModernBERT's families share. Their attention sees later tokens, so each row of a step is a whole prompt."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.nn.layer import Layer
+from dovetail.nn.parameter import share
+from dovetail_models.arch import ConfigArch
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
+class EncoderArch(ConfigArch):
+    """Architecture of an encoder, with or without a head for labels on top."""
+
+    activations = ("gelu",)
+    auto_classes = ("AutoModel", "AutoModelForSequenceClassification")
+    prefix: str  # of the encoder's tensors in a checkpoint that has a head
+
+    def size_reasons(self, config: Any) -> list[str]:
+        if reasons := [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if getattr(config, name) < 1]:
+            return reasons
+        if config.hidden_size % config.num_attention_heads:
+            return [f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads ({config.num_attention_heads})"]
+        return []
+
+    def window(self, config: Any, index: int) -> int | None:
+        """Return `LayerSpec.window` of a layer."""
+        return None
+
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        heads, size = share(config.num_attention_heads, parallel, "num_attention_heads"), config.hidden_size // config.num_attention_heads
+        layers = range(config.num_hidden_layers)
+        return [LayerSpec(index, heads, heads, size, size**-0.5, self.window(config, index), causal=False) for index in layers]
+
+    def build(self, config: Any, context: BuildContext) -> nn.Module:
+        has_head = any(name.endswith("ForSequenceClassification") for name in config.architectures)
+        return self.encoder(config, self.layer_specs(config, context.parallel), context, self.prefix if has_head else "")
+
+    @abstractmethod
+    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
+        """Return the encoder. `prefix`: of its tensors' names in the checkpoint."""
+
+
+def rules(prefix: str, layers: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:
+    """Yield the rules for weights and biases of layers, by their names in a checkpoint; with the part that each has of a merged layer."""
+    for name, (layer, shard_id) in layers.items():
+        for kind, weight in layer.named_parameters():
+            yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)
+
+
+def kept(wanted: torch.Tensor | None, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the values of the tokens that are wanted."""
+    return values if wanted is None else tuple(value.index_select(0, wanted) for value in values)
