@@ -152,7 +152,7 @@ class PoolingCapacity:
 
     def needs_all_states(self, task: PoolingTask) -> bool:
         """Return True if tokens found in the prefix cache would be missing from the result."""
-        return self.method != "last" or task.startswith("token_")
+        return self.indivisible or self.method != "last" or task.startswith("token_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,9 @@ class CausalLM(Protocol):
         after the last attention saves nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in every layer. Each
         recurrent layer replaces the states of all rows of `StateLayer.batch`, and writes its checkpoints.
 
+        An encoder, whose layers aren't causal, gets whole rows only, and has no `logits`. With the class attribute `reads_types = True` it gets a
+        fourth argument, `types` [tokens] int64, or None if all are 0: the tokens' types, 1 from the second text of a pair on.
+
         Inputs are only read; the result belongs to the caller. Positions may be any below the model's length, in any order of sequences."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

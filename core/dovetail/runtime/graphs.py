@@ -116,15 +116,25 @@ class StepParts:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
         adapted: torch.Tensor | None = None,
+        types: torch.Tensor | None = None,
     ) -> ModelOutputs:
         """Run the model. The arguments are those of `CausalLM.forward`, and `token_indices` [tokens] as of `HostInputs`. `adapted` [tokens] int64:
-        the rows of the tokens, of a step with adapters."""
+        the rows of the tokens, of a step with adapters. `types`: for models that read them."""
         if adapted is None or self.adapters is None:
-            return self._outputs(token_ids, token_indices, positions, wanted)
+            return self._outputs(token_ids, token_indices, positions, wanted, types)
         with self.adapters.of_tokens(self.rows.device_adapters.index_select(0, adapted), wanted):
-            return self._outputs(token_ids, token_indices, positions, wanted)
+            return self._outputs(token_ids, token_indices, positions, wanted, types)
 
-    def _outputs(self, token_ids: torch.Tensor, token_indices: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> ModelOutputs:
+    def _outputs(
+        self,
+        token_ids: torch.Tensor,
+        token_indices: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+        types: torch.Tensor | None,
+    ) -> ModelOutputs:
+        if types is not None:
+            return ModelOutputs(self.model(token_ids, positions, wanted, types))
         if self.head is None:
             return ModelOutputs(self.model(token_ids, positions, wanted))
         hidden, states = self.model.forward_tapped(token_ids, positions, wanted, self.head.taps)

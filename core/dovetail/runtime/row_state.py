@@ -74,6 +74,7 @@ class RowState:
         self.logprobs = np.full(max_rows, -1, np.int64)  # requested alternatives per sampled token; -1: none
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # likewise per prompt token
         self.adapters = np.zeros(max_rows, np.int32)  # equals `device_adapters`
+        self.second = np.full(max_rows, max_len, np.int64)  # where the second text of a pair begins; max_len: there is one text
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 
     @property
@@ -213,6 +214,7 @@ class RowState:
             sampling = new.sampling if new.pooling is None else RowSampling()  # what pools has no log-probabilities
             self.logprobs[new.row] = -1 if sampling.logprobs is None else sampling.logprobs
             self.prompt_logprobs[new.row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
+            self.second[new.row] = self.max_len if new.pooling is None or new.pooling.second is None else new.pooling.second
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])

@@ -322,7 +322,9 @@ class Runner:
                 self._plan_states(self.rows.states, batch, inputs)
             self.backend.plan(host.attention_batch(self.rows, inputs, shared_blocks))
             all_states = all_states or len(wanted) == host.num_tokens
-            outputs = self._launch_model(inputs, None if all_states else wanted, None if draft is None else draft.model, adapted=adapted)
+            types = host.types(self.rows) if getattr(self.model, "reads_types", False) else None
+            draft_module = None if draft is None else draft.model
+            outputs = self._launch_model(inputs, None if all_states else wanted, draft_module, adapted=adapted, types=types)
         if draft is not None:
             draft.computed(batch)
         hidden, tapped = outputs
@@ -344,15 +346,18 @@ class Runner:
             states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
         states.steps.plan(states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at))
 
-    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any, *, adapted: bool) -> ModelOutputs:
+    def _launch_model(
+        self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any, *, adapted: bool, types: NDArray[np.int64] | None
+    ) -> ModelOutputs:
         """Return hidden states of all tokens; with `wanted`, indices of tokens, only theirs: [n, hidden], n at least 1. `draft`: a model that stores
-        its K and V of all tokens, or None. `adapted`: tokens have adapters."""
+        its K and V of all tokens, or None. `adapted`: tokens have adapters. `types` [tokens]: see `CausalLM.forward`."""
         token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
             wanted = np.array([len(token_ids) - 1])  # no row samples or pools, but models require at least one token
         device_wanted = None if wanted is None else to_device(wanted, self.device)
         rows = inputs.token_indices // self.rows.row_width if adapted else None
-        outputs = self.parts.run(token_ids, inputs.token_indices, inputs.positions, device_wanted, rows)
+        device_types = None if types is None else to_device(types, self.device)
+        outputs = self.parts.run(token_ids, inputs.token_indices, inputs.positions, device_wanted, rows, device_types)
         if draft is not None:
             draft(token_ids, inputs.positions, device_wanted)
         return outputs

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, WeightRule
+from dovetail.api.model import BuildContext, HeadLayer, ModelPooling, WeightRule
 from dovetail.nn.embedding import Table, VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
 from dovetail.nn.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -40,6 +40,9 @@ class Bert(EncoderArch):
             reasons.append(f"type_vocab_size = {config.type_vocab_size} must be at least 1")
         return reasons
 
+    def classifier(self, config: Any) -> ModelPooling:
+        return ModelPooling("cls", (HeadLayer("bert.pooler.dense", "tanh"), HeadLayer("classifier")), generates=False)
+
     def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
         return BertEncoder(config, specs, context, prefix)
 
@@ -55,6 +58,9 @@ class Roberta(Bert):
         if padding is None or not 0 <= padding < config.max_position_embeddings - 1:
             reasons.append(f"pad_token_id = {padding}: positions begin after it, and max_position_embeddings is {config.max_position_embeddings}")
         return reasons
+
+    def classifier(self, config: Any) -> ModelPooling:
+        return ModelPooling("cls", (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj")), generates=False)
 
     def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
         return BertEncoder(config, specs, context, prefix, padding=config.pad_token_id)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.api.model import BuildContext, ModelPooling, ParallelGroup, WeightRule
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import share
 from dovetail_models.arch import ConfigArch
@@ -42,12 +42,23 @@ class EncoderArch(ConfigArch):
         return [LayerSpec(index, heads, heads, size, size**-0.5, self.window(config, index), causal=False) for index in layers]
 
     def build(self, config: Any, context: BuildContext) -> nn.Module:
-        has_head = any(name.endswith("ForSequenceClassification") for name in config.architectures)
-        return self.encoder(config, self.layer_specs(config, context.parallel), context, self.prefix if has_head else "")
+        return self.encoder(config, self.layer_specs(config, context.parallel), context, self.prefix if _has_head(config) else "")
+
+    def pooling(self, config: Any) -> ModelPooling:
+        """Return the pooling of the architecture's classifier, otherwise sentence-transformers' own."""
+        return self.classifier(config) if _has_head(config) else ModelPooling("mean", generates=False)
+
+    @abstractmethod
+    def classifier(self, config: Any) -> ModelPooling:
+        """Return how a checkpoint with a head for labels pools."""
 
     @abstractmethod
     def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
         """Return the encoder. `prefix`: of its tensors' names in the checkpoint."""
+
+
+def _has_head(config: Any) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures)
 
 
 def rules(prefix: str, layers: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:

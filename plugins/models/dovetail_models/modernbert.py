@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, WeightRule
+from dovetail.api.model import BuildContext, HeadLayer, ModelPooling, WeightRule
 from dovetail.nn.embedding import VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
 from dovetail.nn.linear import Columns, GateUpParallelLinear, MergedColumnParallelLinear, RowParallelLinear
@@ -52,6 +52,10 @@ class ModernBert(EncoderArch):
 
     def window(self, config: Any, index: int) -> int | None:
         return config.local_attention // 2 + 1 if config.layer_types[index] == "sliding_attention" else None
+
+    def classifier(self, config: Any) -> ModelPooling:
+        head = HeadLayer("head.dense", "gelu", "head.norm", config.norm_eps), HeadLayer("classifier")
+        return ModelPooling(config.classifier_pooling, head, generates=False)
 
     def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> nn.Module:
         return ModernBertEncoder(config, specs, context, prefix)

@@ -351,6 +351,7 @@ class ModelSuite(Suite):
     @check("model.weight_use", since="0.1")
     def test_weight_use(self) -> None:
         """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded into its parameter."""
+
         def usual(name: str) -> bool:
             return not name.endswith(("correction_bias", ".key.bias"))  # the bias of keys adds the same to all scores of a query
 
