@@ -1,0 +1,132 @@
+"""Encoders in the executor: states, embeddings and scores are transformers', for single texts and pairs; and what isn't served is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dovetail.api.executor import RowPooling
+from dovetail.errors import UnsupportedError
+from dovetail.testing.checks import CheckFailed
+from tests.models.pooling_checkpoints import save, states
+from tests.models.test_pooling import PROMPTS, agree, pooled, started
+
+WINDOWED: dict[str, Any] = {"local_attention": 6, "num_hidden_layers": 4, **dict.fromkeys(("cls_token_id", "sep_token_id"), 2)}
+SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
+ROBERTA: dict[str, Any] = {"pad_token_id": 1, "max_position_embeddings": 66}
+ENCODERS: dict[str, dict[str, Any]] = {"Bert": {}, "Roberta": ROBERTA, "XLMRoberta": ROBERTA, "ModernBert": WINDOWED}
+
+
+def saved(directory: Path, family: str, head: str = "Model", **fields: Any) -> Any:
+    return save(directory, f"{family}{head}", **{**SPECIAL, **ENCODERS[family], **fields})
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_embeds_by_the_mean_of_its_states(family: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family)
+    with started(tmp_path) as bench:
+        can = bench.capacity.pooling
+        assert can is not None
+        assert (can.tasks, can.method, can.generates, can.indivisible) == (("embed", "token_embed"), "mean", False, True)
+        assert all(can.needs_all_states(task) for task in can.tasks)
+        agree(pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(states(model, tokens).mean(0), dim=-1))
+        agree(pooled(bench, RowPooling("token_embed", activate=False)), lambda tokens: states(model, tokens))
+    with started(tmp_path, pooling={"method": "cls"}) as bench:
+        agree(pooled(bench, RowPooling("embed")), lambda tokens: F.normalize(states(model, tokens)[0], dim=-1))
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_classifier_scores_as_transformers_does(family: str, labels: int, tmp_path: Path) -> None:
+    fields = {"classifier_pooling": "mean" if labels == 1 else "cls"} if family == "ModernBert" else {}
+    model = saved(tmp_path, family, "ForSequenceClassification", num_labels=labels, **fields)
+
+    @torch.no_grad()
+    def logits(tokens: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+        return found
+
+    activation: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid if labels == 1 else lambda x: x.softmax(-1)
+    with started(tmp_path) as bench:
+        agree(pooled(bench, RowPooling("classify", activate=False)), logits)
+        agree(pooled(bench, RowPooling("classify")), lambda tokens: activation(logits(tokens)))
+
+
+def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> None:
+    """Beside a single text in the same step, whose types are all 0."""
+    model = saved(tmp_path, "Bert", "ForSequenceClassification", num_labels=1)
+    seconds = (4, None, 2)
+    with started(tmp_path) as bench, torch.no_grad():
+        for index, (prompt, second) in enumerate(zip(PROMPTS, seconds, strict=True)):
+            bench.add(str(index), prompt, pooling=RowPooling("classify", activate=False, second=second))
+        found = bench.run({str(index): len(prompt) for index, prompt in enumerate(PROMPTS)}).pooled
+        for index, (prompt, second) in enumerate(zip(PROMPTS, seconds, strict=True)):
+            types = torch.tensor([[int(second is not None and at >= second) for at in range(len(prompt))]])
+            np.testing.assert_allclose(found[index], model(torch.tensor([prompt]), token_type_ids=types).logits[0].numpy(), atol=1e-5)
+        bench.remove(*(str(index) for index in range(len(PROMPTS))))
+        agree(pooled(bench, RowPooling("classify", activate=False)), lambda tokens: model(torch.tensor([tokens])).logits[0])
+
+
+def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
+    model = saved(tmp_path, "XLMRoberta")
+    prompts = [[5, 1, 9, 1, 1, 30], [1, 7], [4, 4, 1]]
+    with started(tmp_path) as bench:
+        for index, prompt in enumerate(prompts):
+            bench.add(str(index), prompt, pooling=RowPooling("token_embed", activate=False))
+        found = bench.run({str(index): len(prompt) for index, prompt in enumerate(prompts)}).pooled
+    for index, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+        np.testing.assert_allclose(found[index], expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "ModernBert"])
+def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(family: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family)
+    prompt = [3 + index % 90 for index in range(64)]
+    with started(tmp_path, max_model_len=None) as bench:
+        assert bench.capacity.max_model_len == 64
+        bench.add("long", prompt, room=0, pooling=RowPooling("token_embed", activate=False))
+        np.testing.assert_allclose(bench.run({"long": 64}).pooled[0], states(model, prompt).numpy(), atol=1e-5)
+
+
+def test_a_request_holds_one_page_of_no_bytes_as_its_seat(tmp_path: Path) -> None:
+    saved(tmp_path, "ModernBert")
+    with started(tmp_path, max_model_len=None) as bench:
+        layout = bench.capacity.layout
+        (group,) = layout.groups
+        assert (layout.page_bytes, group.block_tokens, group.window, layout.pages(1), layout.pages(64)) == (0, 64, None, 1, 1)
+        assert bench.capacity.details["attention"] == "dovetail:packed"
+
+
+def test_part_of_a_prompt_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "Bert")
+    with started(tmp_path) as bench:
+        bench.add("half", [5, 6, 7, 8], pooling=RowPooling("embed"))
+        bench.run({"half": 2})  # as if that were all
+        with pytest.raises(CheckFailed, match="whole rows are computed"):
+            bench.run({"half": 2})
+
+
+REFUSED = [
+    ("Bert", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'"),  # jina v2
+    ("Bert", {"is_decoder": True}, "is_decoder"),
+    ("Bert", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
+    ("XLMRoberta", {"position_embedding_type": "rotary"}, "position_embedding_type = 'rotary'"),  # jina v3
+    ("XLMRoberta", {"auto_map": {"AutoModel": "modeling_lora.XLMRobertaLoRA"}}, "auto_map"),
+    ("ModernBert", {"classifier_activation": "silu"}, "classifier_activation = 'silu'"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_an_encoder_of_another_kind_is_refused_by_the_field(family: str, fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    saved(tmp_path, family, **fields)
+    with pytest.raises(UnsupportedError, match=words), started(tmp_path):
+        pass
