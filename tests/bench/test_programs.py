@@ -14,7 +14,7 @@ from bench.engines import settings_of
 from bench.limits import sustained_seconds
 
 PROGRAMS = sorted(path.stem for path in Path(bench.__path__[0]).glob("*.py") if "\ndef main(" in path.read_text())
-NEED_A_GPU = ["adapters", "attention", "kv_fp8", "latency", "products", "profile_decode", "throughput"]
+NEED_A_GPU = ["adapters", "attention", "embeddings", "kv_fp8", "latency", "products", "profile_decode", "throughput"]
 needs_triton = {"attention", "kv_fp8", "products"}
 
 
