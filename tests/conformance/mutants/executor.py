@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dovetail.api.executor import Batch, Capacity, ExecutorCapabilities, ExecutorContext, HostLogprobs, Masks, Result
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError, ModelLoadError
+from dovetail.nn.linear import RowParallelLinear
 from dovetail.runtime.runner import PendingStep
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import _Row, prefix_ids
@@ -879,3 +880,48 @@ class ForgetsTheLateTokenOfAStepBehindAnother(FakeExecutor):
         if self.behind:
             for row in rows:
                 row.tokens[-1] = 0
+
+
+# Adapters
+
+
+@mutant(caught_by="executor.adapters")
+class IgnoresAdapters(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        super()._change_rows(replace(batch, added=tuple(replace(new, adapter=0) for new in batch.added)))
+
+
+@mutant(caught_by="executor.adapters")
+class GivesAllRowsTheAdapterOfTheFirst(FakeExecutor):
+    def _sample_all(self, step: int, rows: list[_Row], *rest: Any) -> None:
+        own = [row.adapter for row in rows]
+        for row in rows:
+            row.adapter = rows[0].adapter
+        super()._sample_all(step, rows, *rest)
+        for row, adapter in zip(rows, own, strict=True):
+            row.adapter = adapter
+
+
+@mutant(caught_by="executor.adapter_slots")
+class KeepsTheFirstAdapterOfASlot(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        super()._change_rows(replace(batch, adapters=tuple(load for load in batch.adapters if load.slot not in self._adapters)))
+
+
+@mutant(caught_by="executor.adapter_slots")
+class ChangesASlotUnderTheStepInFlight(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        for _, tokens, *_ in self._pending if batch.adapters else ():
+            tokens[:] = [(token + 1) % self.options.vocab_size for token in tokens]
+        super()._change_rows(batch)
+
+
+@mutant(caught_by="executor.adapter_merged")
+class AdaptsSomeModulesOnly(LocalExecutor):
+    def start(self) -> Capacity:
+        capacity = super().start()
+        assert self.worker.runner is not None
+        for layer in self.worker.runner.model.modules():
+            if isinstance(layer, RowParallelLinear):
+                layer.adapters = None
+        return capacity

@@ -16,6 +16,7 @@ from pathlib import Path
 from dovetail.api.executor import Capacity
 from dovetail.errors import DovetailError, describe
 from dovetail.testing.checks import check, fail, require
+from dovetail.testing.suites.executor_adapters import ExecutorAdapters
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_blocks import ExecutorBlocks
 from dovetail.testing.suites.executor_drafts import ExecutorDrafts
@@ -31,7 +32,9 @@ MUCH = 2**20  # bytes that no executor retains incidentally
 NOTICES_S = 3.0  # time limit for reporting a dead worker
 
 
-class ExecutorSuite(ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorDrafts, ExecutorPooled, ExecutorLogprobs):
+class ExecutorSuite(
+    ExecutorResults, ExecutorSampling, ExecutorBlocks, ExecutorLate, ExecutorDrafts, ExecutorPooled, ExecutorAdapters, ExecutorLogprobs
+):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing else."""
 
     @check("executor.capacity", since="0.1")

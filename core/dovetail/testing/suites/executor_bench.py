@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.executor import Batch, Capacity, Drafts, Executor, Masks, NewRow, Result, RowPooling
+from dovetail.api.executor import AdapterLoad, Batch, Capacity, Drafts, Executor, Masks, NewRow, Result, RowPooling
 from dovetail.api.kv_cache import PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import fail, require
@@ -31,6 +31,7 @@ class Seat:
     sampling: RowSampling
     known: int  # to the executor: those in flight too
     pooling: RowPooling | None = None  # it pools, and yields no token
+    adapter: int = 0  # slot
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Bench:
         self._added: list[Seat] = []
         self._removed: list[int] = []
         self._appended: list[tuple[int, int]] = []
+        self._loads: list[AdapterLoad] = []
 
     # What a check asks for
 
@@ -78,6 +80,7 @@ class Bench:
         blocks: Sequence[int] | None = None,
         room: int = 8,
         pooling: RowPooling | None = None,
+        adapter: int = 0,
         **sampling: Any,
     ) -> Seat:
         """Start a request in the next batch, with blocks for `room` more tokens. Its seed is a function of its name."""
@@ -86,7 +89,7 @@ class Bench:
         if blocks is None:
             blocks = self.take_blocks(-(-(len(tokens) + room) // self.block_size))
         params = RowSampling(**{"temperature": 0.0, "seed": zlib.crc32(name.encode()), **sampling})
-        seat = Seat(name, row, list(tokens), prompt_len or len(tokens), computed, list(blocks), params, len(tokens), pooling)
+        seat = Seat(name, row, list(tokens), prompt_len or len(tokens), computed, list(blocks), params, len(tokens), pooling, adapter)
         self.seats[name] = seat
         self.tokens.setdefault(name, [])
         self._added.append(seat)
@@ -98,6 +101,10 @@ class Bench:
             seat = self.seats.pop(name)
             self._removed.append(seat.row)
             self._free_blocks += [block for block in seat.blocks if block not in self._free_blocks]
+
+    def load(self, adapter: AdapterLoad) -> None:
+        """Have the next batch write an adapter."""
+        self._loads.append(adapter)
 
     def take_blocks(self, count: int) -> list[int]:
         require(count <= len(self._free_blocks), f"this check needs a pool of {count - len(self._free_blocks)} blocks more: give the executor more")
@@ -252,6 +259,7 @@ class Bench:
         appended, self._appended = self._appended, []
         added, self._added = self._added, []
         removed, self._removed = self._removed, []
+        loads, self._loads = self._loads, []
         ends = [seat.computed + counts[seat.name] == seat.known for seat in seats]
         pooled = [index for index, (seat, at_end) in enumerate(zip(seats, ends, strict=True)) if at_end and seat.pooling is not None]
         return Batch(
@@ -267,6 +275,7 @@ class Bench:
             yields_token=np.array([at_end and seat.pooling is None for seat, at_end in zip(seats, ends, strict=True)], np.bool_),
             shared_prefix_blocks=shared * self.block_size // self.capacity.layout.groups[0].block_tokens,
             late=late,
+            adapters=tuple(loads),
             pooled=np.array(pooled, np.int32) if pooled else None,
             drafts=None if drafts is None else Drafts(np.array([*map(len, own)], np.int32), np.array([id for ids in own for id in ids], np.int32)),
         )
@@ -288,4 +297,5 @@ def _new_row(seat: Seat, pages: Sequence[Sequence[int]]) -> NewRow:
         pages=tuple(np.array(own, np.int32) for own in pages),
         sampling=seat.sampling,
         pooling=seat.pooling,
+        adapter=seat.adapter,
     )

@@ -26,6 +26,7 @@ from dovetail.testing.suites.footprint import child_processes
 SETTINGS: Mapping[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_memory": "8MiB"}
 LENGTHS = {"a": 11, "b": 2, "c": 37}  # of prompts: within a block, one step, over some blocks
 MOST_DRAFTS = 3  # of executors whose steps have drafts
+MOST_ADAPTERS = 2  # slots of executors whose rows have adapters
 SEEDED: Mapping[str, Mapping[str, Any]] = {"b": {"temperature": 1.0}}  # the others are greedy
 
 
@@ -37,20 +38,23 @@ class ExecutorSubject(Suite):
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Four are observed instead of declared: "workers" (`start` starts processes), "shared_prefix", "drafts" and "pooling" (from `Capacity`)."""
+        """Five are observed instead of declared: "workers" (`start` starts processes), and of `Capacity` "shared_prefix", "drafts", "pooling" and
+        "adapters"."""
+        if capability == "adapters":
+            return _adapts(type(self))  # type: ignore[arg-type]  # a class is hashable
         if capability in ("workers", "shared_prefix", "drafts", "pooling"):
             return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
         return super().declares(capability)
 
-    def _make(self, model_dir: Path | None = None, max_drafts: int = 0, pooling: Mapping[str, Any] | None = None) -> Executor:
+    def _make(self, model_dir: Path | None = None, **config: Any) -> Executor:
         clock: Clock = VirtualClock() if self.capabilities.virtual_clock else WallClock()
-        executor: Executor = self.make(_context(self.model, clock, model_dir, max_drafts, pooling or {}))
+        executor: Executor = self.make(_context(self.model, clock, model_dir, **config))
         return executor
 
     @contextmanager
-    def _bench(self, model_dir: Path | None = None, max_drafts: int = 0, pooling: Mapping[str, Any] | None = None) -> Iterator[Bench]:
-        """Start an executor, and stop it at the end."""
-        executor = self._make(model_dir, max_drafts, pooling)
+    def _bench(self, model_dir: Path | None = None, **config: Any) -> Iterator[Bench]:
+        """Start an executor with these fields of its config, and stop it at the end."""
+        executor = self._make(model_dir, **config)
         try:
             yield Bench(executor, executor.start())
         finally:
@@ -77,13 +81,26 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
     return frozenset(name for name, there in has.items() if there)
 
 
-def _context(model: str, clock: Clock, model_dir: Path | None, max_drafts: int, pooling: Mapping[str, Any]) -> ExecutorContext:
+@cache
+def _adapts(suite: type[ExecutorSubject]) -> bool:
+    """Return True if the executor has slots for adapters when asked for some."""
+    with suppress(UnsupportedError), suite()._bench(max_adapters=MOST_ADAPTERS) as bench:
+        return bench.capacity.adapters is not None
+    return False
+
+
+def model_directory(model: str) -> Path:
+    """Return where a model's checkpoint is."""
+    return Path(resolve_model(model, installed(tuple(sys.path))))
+
+
+def _context(model: str, clock: Clock, model_dir: Path | None, **changes: Any) -> ExecutorContext:
     """Make a context as the engine does."""
     registry = installed(tuple(sys.path))
     config = EngineConfig.load({"model": model, **SETTINGS})
     parts = find_parts(config, registry)
     return ExecutorContext(
-        config=replace(config.executor_config(model_dir or resolve_model(model, registry)), max_drafts=max_drafts, pooling=pooling),
+        config=replace(config.executor_config(model_dir or resolve_model(model, registry)), **changes),
         clock=clock,
         models=tuple(part.ref() for part in parts.models),
         attention=tuple(part.ref() for part in parts.attention),
@@ -93,7 +110,7 @@ def _context(model: str, clock: Clock, model_dir: Path | None, max_drafts: int, 
 
 def broken_model(model: str, folder: Path, token: int) -> bool:
     """Write a copy of a checkpoint in which one token's embedding is NaN, as input only. Returns False for a checkpoint in several files."""
-    source = Path(resolve_model(model, installed(tuple(sys.path))))
+    source = model_directory(model)
     if not (source / "model.safetensors").exists():
         return False
     for path in filter(Path.is_file, source.iterdir()):
