@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
-NO_ADAPTERS = "no executor of the suite has a bank of adapters; the engine's own tests compare them with merged weights"
 NO_STATES = "no model of the suite has recurrent layers; models' suites and the engine's own tests do"
 
 CLAUSES: Marks = {
@@ -17,7 +16,7 @@ CLAUSES: Marks = {
     "ExecutorConfig.state_dtype": unchecked(NO_STATES),
     "ExecutorConfig.max_drafts": held("drafts", "drafts_limits"),
     "ExecutorConfig.pooling": held("pooled_beside", "pooled_settings"),
-    "ExecutorConfig.max_adapters": unchecked(NO_ADAPTERS),
+    "ExecutorConfig.max_adapters": held("adapters", "adapter_slots", "adapter_merged"),
     "ExecutorConfig.draft_model": unchecked("no executor of the suite runs one"),
     "ExecutorConfig.draft_head": unchecked("no executor of the suite runs one"),
     "ExecutorConfig.quantization": unchecked("the suite's checkpoint is plain"),
@@ -42,10 +41,10 @@ CLAUSES: Marks = {
         "*": unchecked("no model of the suite attends to later tokens"),
     },
     "PoolingCapacity.needs_all_states": held("pooled_again"),
-    "AdapterCapacity": unchecked(NO_ADAPTERS),
-    "AdapterLoad": unchecked(NO_ADAPTERS),
+    "AdapterCapacity": held("adapters", "adapter_slots", "adapter_merged"),
+    "AdapterLoad": held("adapters", "adapter_slots", "adapter_merged"),
     "Capacity.pooling": held("pooled", "pooled_beside"),
-    "Capacity.adapters": unchecked(NO_ADAPTERS),
+    "Capacity.adapters": held("adapters", "adapter_slots", "adapter_merged"),
     "Capacity.max_lines": held("drafts_limits", "drafts"),
     "Capacity.line_costs": unchecked("suites don't judge times"),
     "Capacity.draft_costs": unchecked("suites don't judge times"),
@@ -56,14 +55,14 @@ CLAUSES: Marks = {
         "in its blocks already": held("cached"),
         "Of a recurrent group": unchecked(NO_STATES),
         "yields no token": held("pooled", "pooled_beside", "pooled_again"),
-        "LoRA adapter": unchecked(NO_ADAPTERS),
+        "LoRA adapter": held("adapters", "adapter_slots", "adapter_merged"),
         "*": held("row_reuse"),
     },
     "RowCheckpoint": unchecked(NO_STATES),
     "Drafts": {"-1:": unchecked("no executor of the suite runs a draft model"), "*": held("drafts", "drafts_beside")},
     "Batch.drafts": held("drafts"),
     "Batch.pooled": held("pooled"),
-    "Batch.adapters": unchecked(NO_ADAPTERS),
+    "Batch.adapters": held("adapters", "adapter_slots", "adapter_merged"),
     "Batch.num_lines": TOLD,
     "Batch": {
         "Drafts (speculative decoding)": held("drafts", "drafts_beside"),

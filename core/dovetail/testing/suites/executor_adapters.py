@@ -30,10 +30,10 @@ class ExecutorAdapters(ExecutorSubject):
         """In steps with rows of two adapters and of none, some in chunks, a request generated other tokens than alone; or what an adapter changed,
         changed nothing; or a request without one generated other tokens than before any adapter was loaded."""
         with self._adapting() as (bench, files):
-            plain = {name: self._alone(bench, name) for name in LENGTHS}
+            plain = {name: self._generated(bench, name) for name in LENGTHS}
             slots = {"a": 1, "b": 0, "c": MOST_ADAPTERS}
             loads = {slot: self._load(bench, slot, files[slot]) for slot in slots.values() if slot}
-            expected = {name: self._alone(bench, name, adapter=slot) for name, slot in slots.items()}
+            expected = {name: self._generated(bench, name, adapter=slot) for name, slot in slots.items()}
             require(loads and expected["b"] == plain["b"], f"without an adapter b generated {expected['b']}, and before any was loaded {plain['b']}")
             changed = [name for name, slot in slots.items() if slot and expected[name] == plain[name]]
             require(not changed, f"requests {changed} generated the same tokens with adapters as without")
@@ -55,16 +55,16 @@ class ExecutorAdapters(ExecutorSubject):
             found = {}
             for name in LENGTHS:
                 self._load(bench, 1, files[1])
-                found[name] = self._alone(bench, name, adapter=1)
-                plain = self._alone(bench, name)
+                found[name] = self._generated(bench, name, adapter=1)
+                plain = self._generated(bench, name)
                 for index, which in enumerate(("zeros", "rank 0")):
                     self._load(bench, 2, files[which])
-                    got = self._alone(bench, name, adapter=2)
+                    got = self._generated(bench, name, adapter=2)
                     require(got == plain, f"with an adapter of {('zeros', 'rank 0')[index]} {name} generated {got}, and without {plain}")
             if merge(model_directory(self.model), folder, files.weights[1]):
                 with self._bench(folder) as merged:
                     for name, tokens in found.items():
-                        expected = self._alone(merged, name)
+                        expected = self._generated(merged, name)
                         require(tokens == expected, f"with an adapter {name} generated {tokens}, and with merged weights {expected}")
 
     @check("executor.adapter_slots", since="0.7", capability="adapters")
@@ -75,7 +75,7 @@ class ExecutorAdapters(ExecutorSubject):
             expected = {}
             for slot, which in ((1, 1), (2, 2)):
                 self._load(bench, slot, files[which])
-                expected[which] = self._alone(bench, "a", adapter=slot)
+                expected[which] = self._generated(bench, "a", adapter=slot)
             seat = bench.add("a", self._prompt(bench, "a"), adapter=1)
             bench.submit({"a": LENGTHS["a"]})
             overlaps = bench.capacity.max_in_flight > 1
@@ -105,7 +105,7 @@ class ExecutorAdapters(ExecutorSubject):
         bench.load(load)
         return load
 
-    def _alone(self, bench: Bench, name: str, **fields: Any) -> list[int]:
+    def _generated(self, bench: Bench, name: str, **fields: Any) -> list[int]:
         return bench.alone(name, self._prompt(bench, name), COUNT, **fields)
 
 
@@ -117,7 +117,8 @@ class Files:
         require(adapters is not None and adapters.slots >= MOST_ADAPTERS and adapters.modules, f"Capacity.adapters is {adapters!r}")
         assert adapters is not None
         self.weights: dict[int | str, Weights] = {}
-        for index, (which, rank) in enumerate({1: adapters.max_rank, 2: 1, "zeros": 2, "rank 0": 0}.items()):
+        ranks: dict[int | str, int] = {1: adapters.max_rank, 2: 1, "zeros": 2, "rank 0": 0}
+        for index, (which, rank) in enumerate(ranks.items()):
             random = np.random.default_rng(index)
             self.weights[which] = {
                 name: (
