@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerCache, LayerSpec
+from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask, RowPooling
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.runtime import graphs as graphs_module
 from dovetail.runtime.graphs import Graph, Kind, mixed_builders
+from dovetail.runtime.pooler import Pooler
+from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.recording import LayerSplitter
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, TinyModel, generate
@@ -216,3 +221,39 @@ def test_steps_that_share_a_prefix_have_recordings_of_their_own(monkeypatch: pyt
     batch = bench.batch({0: 1, 1: 1}, [], [], [])
     bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
     assert (backend.planned[-1].mixed_graph, backend.planned[-1].slots[0].shape[1]) == (True, 8)
+
+
+def pooled_in_chunks(bench: Bench, method: PoolingMethod, tasks: Sequence[PoolingTask], chunk: int) -> list[Any]:
+    """What the prompts pool, each by its task, beside one that generates."""
+    bench.runner.pooler = Pooler(PoolingPlan(Path(), PoolingCapacity(tuple(tasks), method, 1), normalize=False), [], [], bench.rows)
+    added = [
+        bench.new(3, PROMPTS[0]),
+        *(replace(bench.new(row, prompt), pooling=RowPooling(task)) for row, (prompt, task) in enumerate(zip(PROMPTS, tasks, strict=True))),
+    ]
+    left = {3: len(PROMPTS[0]), **{row: len(prompt) for row, prompt in enumerate(PROMPTS)}}
+    found: dict[int, Any] = {}
+    while any(row < 3 for row in left):
+        work = {row: min(chunk, count) for row, count in left.items()}
+        batch = bench.batch(work, added, [], [])
+        due = [index for index, row in enumerate(work) if row < 3 and work[row] == left[row]]
+        pools = np.array([row < 3 for row in work])
+        batch = replace(batch, yields_token=batch.yields_token & ~pools, pooled=np.array(due, np.int32) if due else None)
+        result = bench.runner.collect(bench.runner.submit(batch))
+        found |= {row: result.pooled[index] for index, row in enumerate(work) if index in due}
+        left = {row: count - work[row] for row, count in left.items() if count > work[row]}
+        left = {3: 1, **left}  # it goes on
+        added = []
+    return [found[row] for row in range(3)]
+
+
+@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
+@pytest.mark.parametrize("method", ["last", "mean", "cls"])
+def test_rows_pool_from_recordings_what_they_pool_without(backend: type[AttentionBackend], method: PoolingMethod) -> None:
+    """With recordings of all states and of wanted ones alone, too small ones, and with more wanted tokens than these compute."""
+    for tasks in (("embed",) * 3, ("embed", "token_embed", "embed")):
+        expected = pooled_in_chunks(Bench(), method, tasks, 13)
+        for sizes, chunk, max_rows in (([40], 5, 4), ([16, 8, 4], 13, 4), ([8], 2, 4), ([16, 8], 3, 21)):
+            with pytest.MonkeyPatch.context() as patch:
+                found = pooled_in_chunks(bench_with_graphs(backend, sizes, patch, max_rows), method, tasks, chunk)
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5)
