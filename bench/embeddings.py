@@ -3,8 +3,8 @@
     python -m bench.embeddings --engine dovetail vllm --json out.json
 
 Qwen3-Embedding-0.6B's shape with random weights in bfloat16: 10,000 texts of 20 to 500 tokens, given as token ids, by last token, normalized. One
-warm-up call, then three timed runs with fresh ids each. `8b-prefill` of `bench/throughput.py` runs in the same call; the last line tells the share
-beside its own, and the ratio to vLLM.
+warm-up call, then three timed runs with fresh ids each. `8b-prefill` of `bench/throughput.py` runs in the same call; the last line tells
+how the two shares compare, and how the rate compares to vLLM's.
 """
 
 from __future__ import annotations
