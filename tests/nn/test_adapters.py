@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.api.model import BuildContext
 from dovetail.errors import DovetailError
 from dovetail.nn import adapters
+from dovetail.nn.activation import silu_mul
 from dovetail.nn.adapters import LayerAdapters, Outputs, StepAdapters
+from dovetail.nn.format import DENSE, WeightFormat
+from dovetail.nn.format.compressed_tensors import PackedInt4
+from dovetail.nn.format.float8 import Float8
+from dovetail.nn.format.mxfp4 import Mxfp4Format
+from dovetail.nn.linear import GateUpParallelLinear, RowParallelLinear
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.residual import Residual
+from dovetail.runtime.parallel import SINGLE
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, runs_kernels
+from tests.models.oracle import DenseAttention
+from tests.nn.formats import stored
 from tests.support import examples
 
 SIZES = {"q, k and v": (48, (16, 8, 8, 16), (0, 1, 2, 0)), "one": (200, (300,), (0,)), "wide": (1300, (7, 140), (0, 1))}  # in, out and their modules
@@ -101,3 +114,34 @@ def test_a_layer_computes_all_tokens_of_the_step_or_those_wanted() -> None:
         with pytest.raises(DovetailError, match="3 tokens in a step of 4 or 2"):
             step.of(3)
     assert not step.active
+
+
+FORMATS: dict[str, WeightFormat] = {"plain": DENSE, "fp8": Float8("computed"), "int4": PackedInt4(32, True), "mxfp4": Mxfp4Format()}
+
+
+@pytest.mark.skipif(ON_GPU, reason="compares float32")
+@pytest.mark.parametrize("name", FORMATS)
+def test_adapters_add_to_the_products_of_any_format_before_the_gate(name: str) -> None:
+    form, inputs, inner = FORMATS[name], 128, 128
+    context = BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention, weights_later=True)
+    gate_up, down = GateUpParallelLinear(inputs, inner, context, bias=False), RowParallelLinear(inner, inputs, context, bias=False)
+    torch.manual_seed(0)
+    gate_up.format = down.format = form
+    gate_up.weight, down.weight = stored(form, (inner, inner), inputs, torch.float32, DEVICE), stored(form, (inputs,), inner, torch.float32, DEVICE)
+    norm = RMSNorm(inputs, 1e-5, replace(context, weights_later=False))
+    norm.weight.data.uniform_(0.5, 1.5)
+    x, slots = torch.randn(5, inputs, device=DEVICE), torch.tensor([0, 1, 2, 1, 0], dtype=torch.int32, device=DEVICE)
+    plain = Residual(x.clone())
+    down.add_to(plain, gate_up(plain, norm))
+    layers = [bank(inputs, (inner, inner), (0, 1), 2, 16, torch.float32), bank(inner, (inputs,), (0,), 2, 16, torch.float32)]
+    gate_up.adapters, down.adapters = layers[0], replace(layers[1], step=layers[0].step)
+    stream = Residual(x.clone())
+    with layers[0].step.of_tokens(slots):
+        down.add_to(stream, gate_up(stream, norm))
+    inner_of = exact(layers[0], norm(x) @ form.dequantized(gate_up.weight).t(), norm(x), slots).float()
+    hidden = silu_mul(inner_of)
+    expected = x.double() + exact(layers[1], hidden @ form.dequantized(down.weight).t(), hidden, slots)
+    got = stream.summed()
+    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(got[1], plain.summed()[1], atol=1e-2)
+    torch.testing.assert_close(got[slots == 0], plain.summed()[slots == 0])
