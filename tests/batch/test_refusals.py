@@ -75,7 +75,7 @@ def test_a_wrong_key_is_named(tmp_path: Path, keys: dict[str, Any], told: str) -
             "its first 2 rows are all wrong, row 1 for instance: promt: unknown key, did you mean prompt?",
         ),
         (["ROMEO:"], "its only row is wrong: not valid JSON"),
-        ([{"custom_id": "a", "body": {}}], "sampling, extra, predicted_tokens; is this OpenAI's batch format?"),
+        ([{"custom_id": "a", "body": {}}], "sampling, pooling, extra, predicted_tokens; is this OpenAI's batch format?"),
     ],
 )
 def test_an_input_of_which_nothing_would_come_is_refused(tmp_path: Path, rows: list[Any], told: str) -> None:
@@ -90,7 +90,7 @@ def test_an_input_of_which_nothing_would_come_is_refused(tmp_path: Path, rows: l
         ("id,promt\n1,x\n", {}, "unknown column 'promt', did you mean prompt?"),
         ("id,question\n1,x\n", {"prompt": "quest"}, "no column 'quest', which is to be the prompt, did you mean question?"),
         ("id,promt\n1,x\n", {}, "prompt? Say with `columns` of the input which are to be used"),
-        ("id,x\n1,x\n", {}, "unknown column 'x'; known are id, prompt, messages, token_ids, sampling, extra, predicted_tokens. Say with"),
+        ("id,x\n1,x\n", {}, "unknown column 'x'; known are id, prompt, messages, token_ids, sampling, pooling, extra, predicted_tokens. Say with"),
         ("id,id\n1,x\n", {}, "the header has the column 'id' twice"),
         ('id,prompt\n1,"x\n', {}, "not CSV from byte 15 on: unexpected end of data"),
         ("", {}, "no rows in it"),

@@ -17,7 +17,7 @@ import pytest
 from bench.batch import main as bench_main
 from bench.toy import answer, installed_in
 
-from dovetail import LLM, LLMEngine, SamplingParams
+from dovetail import LLM, LLMEngine, PoolingParams, SamplingParams
 from dovetail.errors import ConfigError, EngineDeadError, ModelLoadError
 from dovetail.front.tokenizer import Tokenizer
 from dovetail_batch import open_job, runner
@@ -242,13 +242,57 @@ def test_a_file_of_openais_batch_api_becomes_one(tmp_path: Path) -> None:
     assert found["c"]["response"]["body"]["usage"] == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
     for name, part in {
         "h": "logprobs: answers in the format openai have none",
-        "d": "url must be",
+        "d": "pooling: this job's task is generate",
         "e": "tools: `dovetail batch` doesn't read it",
         "f": "stream: a job",
         "g": "one text",
     }.items():
         assert found[name]["response"] is None
         assert part in found[name]["error"]["message"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_job_embeds_rows_as_embed_does(tmp_path: Path) -> None:
+    rows: list[Any] = [
+        {"id": "a", "prompt": "ROMEO:"},
+        {"id": "b", "token_ids": [5, 6, 7], "pooling": {"dimensions": 8}},
+        {"id": "c", "prompt": "x", "pooling": {"dimension": 8}},
+        {"id": "d", "prompt": "x", "pooling": {"prompt_name": "query"}},
+        {"id": "e", "prompt": "x", "sampling": {"max_tokens": 1}},
+        {"id": "f", "token_ids": [5], "pooling": {"prompt_name": "query"}},
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    assert "failed: 4 rows" in run_job(write_job(tmp_path, task="embed", pooling={"dimensions": 4}))
+    found = answers(tmp_path)
+    with LLM("demo") as llm:
+        sizes: list[tuple[Any, int]] = [("ROMEO:", 4), ([5, 6, 7], 8)]
+        wanted = [llm.embed(prompt, pooling_params=PoolingParams(dimensions=size), use_tqdm=False)[0] for prompt, size in sizes]
+    for one, output in zip(found, wanted, strict=False):
+        assert output.outputs is not None
+        assert one["embedding"] == pytest.approx(output.outputs.embedding, abs=1e-6)
+        assert (one["prompt_tokens"], one["outputs"]) == (len(output.prompt_token_ids), [])
+    said = (
+        "dimension: unknown key, did you mean dimensions?",
+        "no prompt named 'query'",
+        "sampling: this job's task is embed",
+        "these are token ids",
+    )
+    for one, part in zip(found[2:], said, strict=True):
+        assert part in one["error"]
+    lines = [{"custom_id": "a", "url": "/v1/embeddings", "body": {"model": "m", "input": "ROMEO:", "dimensions": 4}}]
+    lines += [{"custom_id": "b", "url": "/v1/embeddings", "body": {"input": ["x", "y"]}}]
+    write_rows(tmp_path / "rows.jsonl", lines)
+    parts = {"input": {"path": str(tmp_path / "rows.jsonl"), "format": "openai"}, "output": {"path": str(tmp_path / "lines"), "format": "openai"}}
+    run_job(write_job(tmp_path, task="embed", **parts))
+    [line, failed] = [json.loads(text) for text in (tmp_path / "lines" / "part-000000.jsonl").read_text().splitlines()]
+    assert line["response"]["body"]["data"][0]["embedding"] == pytest.approx(found[0]["embedding"], abs=1e-6)
+    assert "one text" in failed["error"]["message"]
+
+
+def test_parameters_of_another_task_are_refused(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "x"}])
+    assert "sampling: a job that embeds has" in run_job(write_job(tmp_path, task="embed", sampling={"seed": 1}), code=2)
+    assert "pooling: it is for jobs with" in run_job(write_job(tmp_path, pooling={"dimensions": 1}), code=2)
 
 
 @pytest.mark.usefixtures("toy")

@@ -2,7 +2,8 @@
 
     {"id": "a", "row": 1, "error": null, "prompt_tokens": 5, "outputs": [{"text": …, "token_ids": […], "finish_reason": "stop", …}]}
 
-A failed row has an `error` and no outputs. `form` ("prompt", "messages" or "token_ids") is the row's, for OpenAI's format.
+A failed row has an `error` and no outputs; an embedded one has an `embedding`, a list of numbers, and no outputs. `form` ("prompt", "messages" or
+"token_ids") is the row's, for OpenAI's format.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from dovetail.pooling import PoolingOutput, PoolingRequestOutput
 from dovetail.request import CompletionOutput, TokenLogprobMap
 from dovetail_batch.rows import JobRow
 
@@ -29,6 +31,8 @@ SUFFIXES: Mapping[str, str] = MappingProxyType({"jsonl": "jsonl", "parquet": "pa
 
 def answer_of(row: JobRow, output: Any) -> Answer:
     """Return the answer to a row whose request has finished."""
+    if isinstance(output, PoolingRequestOutput):
+        return _embedding(row, output)
     for sample in output.outputs:
         if sample.finish_reason in FAILED:
             return failure_of(row.number, row.id, f"{sample.finish_reason}: {sample.stop_reason}", row.form)
@@ -43,6 +47,14 @@ def answer_of(row: JobRow, output: Any) -> Answer:
     if output.prompt_logprobs is not None:
         answer["prompt_logprobs"] = [None if position is None else _logprobs(position) for position in output.prompt_logprobs]
     return answer
+
+
+def _embedding(row: JobRow, output: PoolingRequestOutput[PoolingOutput]) -> Answer:
+    if output.outputs is None:
+        return failure_of(row.number, row.id, f"{output.finish_reason}: {output.stop_reason}", row.form)
+    tokens = len(output.prompt_token_ids)
+    embedding = output.outputs.data.tolist()
+    return {"id": row.id, "row": row.number, "error": None, "prompt_tokens": tokens, "outputs": [], "embedding": embedding, "form": row.form}
 
 
 def failure_of(number: int, id: str | None, error: str, form: str = "prompt") -> Answer:
@@ -96,6 +108,11 @@ def _openai_line(model: str, answer: Answer) -> Mapping[str, Any]:
     line = {"id": f"batch_req_{answer['row']}", "custom_id": answer["id"], "response": None, "error": None}
     if answer["error"] is not None:
         return {**line, "error": {"code": "request_failed", "message": answer["error"]}}
+    if (embedding := answer.get("embedding")) is not None:
+        tokens = answer["prompt_tokens"]
+        data = [{"object": "embedding", "index": 0, "embedding": embedding}]
+        told = {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        return {**line, "response": {"status_code": 200, "request_id": line["id"], "body": told}}
     chat, made = answer.get("form") == "messages", output_tokens(answer)
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{answer['row']}",

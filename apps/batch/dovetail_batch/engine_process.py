@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.sampling_params import SamplingParams
 from dovetail_batch.answers import Answer, answer_of, failure_of
 from dovetail_batch.rows import JobRow
 
@@ -142,17 +143,24 @@ class EngineWorker:
 
     def _prepare(self, rows: Sequence[JobRow]) -> list[_Prepared]:
         try:
-            texts = iter(self._engine.all_tokenized([row.content for row in rows if row.form == "prompt"]))
+            texts = iter(self._engine.all_tokenized([self._text(row) for row in rows if row.form == "prompt"]))
             return [(row, next(texts) if row.form == "prompt" else self._prompt(row)) for row in rows]
         except DovetailError:  # one by one, to find the invalid ones
             return [(row, self._prompt(row)) for row in rows]
+
+    def _text(self, row: JobRow) -> str:
+        """Return the text of a row, with the stored prompt if it is to be embedded."""
+        text: str = row.content
+        return text if isinstance(row.params, SamplingParams) else self._engine.pooling.prompted(text, row.prompt_name)
 
     def _prompt(self, row: JobRow) -> Prompt | RequestError:
         try:
             if row.form == "messages":
                 return self._chat.prompt(row.content)
             if row.form == "prompt":
-                return self._engine.tokenized(row.content)
+                return self._engine.tokenized(self._text(row))
+            if row.prompt_name is not None:
+                raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
             return {"prompt_token_ids": row.content}
         except RequestError as error:
             return error

@@ -14,7 +14,7 @@ from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, RequestError
 from dovetail.where import Where
 from dovetail.yaml_source import read_settings
-from dovetail_batch.rows import KEYS, RowReader
+from dovetail_batch.rows import KEYS, JobTask, RowReader
 
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 CHANGES_NO_ANSWER = (  # keys of `engine.yaml` that may change while a job is interrupted
@@ -30,7 +30,7 @@ CHANGES_NO_ANSWER = (  # keys of `engine.yaml` that may change while a job is in
 
 Source = str | dict[str, Any]
 Format = Literal["jsonl", "csv", "parquet", "openai"]  # of an input
-Column = Literal["id", "prompt", "messages", "token_ids", "sampling", "extra", "predicted_tokens"]
+Column = Literal["id", "prompt", "messages", "token_ids", "sampling", "pooling", "extra", "predicted_tokens"]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
@@ -81,8 +81,15 @@ class JobSettings(BaseModel):
     output: Annotated[Output, BeforeValidator(_of_path)]
     """The answers: a path, or `path` and `format`."""
 
+    task: JobTask = "generate"
+    """What to do with rows: generate answers, or embed them."""
+
     sampling: dict[str, Any] = {}
     """Default sampling parameters of rows."""
+
+    pooling: dict[str, Any] = {}
+    """Default parameters of rows to embed: `dimensions`, `truncate_prompt_tokens`, `use_activation`, and `prompt_name` of a prompt that the
+    checkpoint stores."""
 
     engines: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of engines with this config, each in its own process."""
@@ -130,6 +137,7 @@ class Plan:
         return {
             "engine": different[0] if len(different) == 1 else different,
             "sampling": job.sampling,
+            **({"task": job.task, "pooling": job.pooling} if job.task != "generate" else {}),
             "seed": job.seed,
             "shard_rows": job.shard_rows,
             "input": {"format": self.format, "columns": job.input.columns},
@@ -185,11 +193,13 @@ def _format(job: JobSettings, where: Where) -> Format:
 
 
 def _reader(job: JobSettings, where: Where) -> RowReader:
+    for key in ("sampling", "pooling"):
+        try:
+            json.dumps(getattr(job, key))  # as in the manifest
+        except TypeError as error:
+            raise ConfigError(where.at(key).says(f"expected values that JSON has, too: {error}")) from None
     try:
-        json.dumps(job.sampling)  # as in the manifest
-    except TypeError as error:
-        raise ConfigError(where.at("sampling").says(f"expected values that JSON has, too: {error}")) from None
-    try:
-        return RowReader(job.sampling, job.seed, has_logprobs=job.output.format != "openai")
+        return RowReader(job.sampling, job.seed, has_logprobs=job.output.format != "openai", task=job.task, pooling=job.pooling)
     except RequestError as error:
-        raise ConfigError(where.at("sampling").says(str(error).removeprefix("sampling: "))) from None
+        key, _, reason = str(error).partition(": ")
+        raise ConfigError(where.at(key).says(reason)) from None

@@ -111,6 +111,7 @@ def write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
             ("prompt_tokens", pa.int32()),
             ("outputs", pa.list_(output)),
             ("prompt_logprobs", pa.string()),
+            *([("embedding", pa.list_(pa.float32()))] if any("embedding" in answer for answer in answers) else []),
         ]
     )
     rows = [

@@ -12,12 +12,15 @@ from dovetail.checks import shown
 from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, fields_of, make_params
 from dovetail.errors import RequestError
 from dovetail.json_files import MAX_DEPTH, is_deep
+from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import SamplingParams, changed_unchecked
 from dovetail.where import unknown_key
 
 Form = Literal["prompt", "messages", "token_ids"]
 FORMS: tuple[Form, ...] = ("prompt", "messages", "token_ids")
-KEYS = ("id", *FORMS, "sampling", *FIELD_KEYS)
+JobTask = Literal["generate", "embed"]
+KEYS = ("id", *FORMS, "sampling", "pooling", *FIELD_KEYS)
+POOLING_KEYS = ("dimensions", "truncate_prompt_tokens", "use_activation", "prompt_name")
 MAX_ID_CHARS = 512
 
 
@@ -29,19 +32,34 @@ class JobRow:
     id: str
     form: Form
     content: Any  # text, messages or token ids, as `form` says
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     fields: Mapping[str, Any]  # other arguments of `LLMEngine.add_request`
+    prompt_name: str | None = None  # of a prompt stored in the checkpoint, for a text to be embedded
 
 
 class RowReader:
     """Makes rows from their fields. A row without a seed gets one derived from the job's seed and its own number, so that its answer depends neither
     on the engine nor on interruptions."""
 
-    def __init__(self, sampling: Mapping[str, Any], seed: int, *, has_logprobs: bool = True) -> None:
-        """`sampling`: default parameters of rows; `has_logprobs`: whether the format of the answers has log-probabilities. Raises `RequestError` if
-        the parameters are invalid."""
+    def __init__(
+        self,
+        sampling: Mapping[str, Any],
+        seed: int,
+        *,
+        has_logprobs: bool = True,
+        task: JobTask = "generate",
+        pooling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sampling`, or `pooling` of a job that embeds: default parameters of rows; `has_logprobs`: whether the format of the answers has
+        log-probabilities. Raises `RequestError` if the parameters are invalid."""
         self._sampling, self._seed, self._has_logprobs = dict(sampling), seed, has_logprobs
+        self._task, self._pooling = task, dict(pooling or {})
+        if task == "embed" and sampling:
+            raise RequestError("sampling: a job that embeds has `pooling` instead")
+        if task == "generate" and pooling:
+            raise RequestError("pooling: it is for jobs with `task: embed`")
         self._params = self._read_sampling(self._sampling)
+        self._read_pooling(self._pooling)
 
     def read(self, number: int, fields: Mapping[str, Any]) -> JobRow:
         """Return the row. Raises `RequestError` if it is invalid as far as can be checked without an engine."""
@@ -54,6 +72,13 @@ class RowReader:
         if len(forms) != 1:
             raise RequestError(f"expected exactly one of {', '.join(FORMS)}, got {' and '.join(forms) or 'none'}")
         [form] = forms
+        if (other := "sampling" if self._task == "embed" else "pooling") in fields:
+            raise RequestError(f"{other}: this job's task is {self._task}")
+        if self._task == "embed":
+            if not isinstance(given := fields.get("pooling", {}), Mapping):
+                raise RequestError(f'pooling must be an object like {{"dimensions": 256}}, got {shown(given)}')
+            pooling, name = self._read_pooling({**self._pooling, **given})
+            return JobRow(number, id_of(fields, number), form, _content(form, fields[form]), pooling, fields_of(fields), name)
         params = self._params
         if "sampling" in fields:
             if not isinstance(given := fields["sampling"], Mapping):
@@ -74,6 +99,19 @@ class RowReader:
             return params
         except (RequestError, TypeError) as error:
             raise RequestError(f"sampling: {error}") from None
+
+    def _read_pooling(self, fields: Mapping[str, Any]) -> tuple[PoolingParams, str | None]:
+        """Return the parameters of a row to embed, and the name of its stored prompt. Raises `RequestError` with the prefix "pooling: "."""
+        given = dict(fields)
+        try:
+            for key in given:
+                if key not in POOLING_KEYS:
+                    raise RequestError(f"{key}: {unknown_key(key, POOLING_KEYS, 'key')}")
+            if not isinstance(name := given.pop("prompt_name", None), str | None):
+                raise RequestError(f"prompt_name must be a string, got {shown(name)}")
+            return PoolingParams(task="embed", **given), name
+        except RequestError as error:
+            raise RequestError(f"pooling: {error}") from None
 
 
 def id_of(fields: Mapping[str, Any], number: int, key: str = "id") -> str:

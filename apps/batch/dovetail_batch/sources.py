@@ -22,8 +22,8 @@ from dovetail.sampling_params import BEAM_NAMES, BEAM_SEARCH
 from dovetail_batch.rows import KEYS
 
 MAX_LINE_BYTES = 64 * 2**20  # longer lines are rejected
-JSON_CELLS = ("messages", "token_ids", "sampling", *FIELD_KEYS)  # columns that hold JSON where cells are text
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON_CELLS = ("messages", "token_ids", "sampling", "pooling", *FIELD_KEYS)  # columns that hold JSON where cells are text
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 OPENAI_KEYS = ("custom_id", "method", "url", "body")
 NO_EFFECT = ("model", "user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key")
 _BOM = b"\xef\xbb\xbf"
@@ -209,12 +209,13 @@ def fields_of(line: Mapping[str, Any], limited: bool) -> Fields:
         raise RequestError(f"custom_id must be a non-empty string, got {shown(name)}")
     if line.get("method", "POST") != "POST":
         raise RequestError(f"method must be POST, got {shown(line['method'])}")
-    if (url := line.get("url")) not in (CHAT, COMPLETIONS):
-        raise RequestError(f"url must be {CHAT} or {COMPLETIONS}, got {shown(url)}")
+    if (url := line.get("url")) not in (CHAT, COMPLETIONS, EMBEDDINGS):
+        raise RequestError(f"url must be {CHAT}, {COMPLETIONS} or {EMBEDDINGS}, got {shown(url)}")
     if not isinstance(body := line.get("body"), Mapping):
         raise RequestError(f"body must be an object, got {shown(body)}")
     own = {key: body[key] for key in FIELD_KEYS if key in body}
-    return {"id": name, **own, **(_chat(body, limited) if url == CHAT else _completion(body))}
+    read = _embedding(body) if url == EMBEDDINGS else _chat(body, limited) if url == CHAT else _completion(body)
+    return {"id": name, **own, **read}
 
 
 def _chat(body: Mapping[str, Any], limited: bool) -> Fields:
@@ -236,6 +237,16 @@ def _completion(body: Mapping[str, Any]) -> Fields:
     if not isinstance(prompt := body.get("prompt"), str | list) or (isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)):
         raise RequestError(f"prompt must be one text or one list of token ids, got {shown(prompt)}")
     return {"prompt" if isinstance(prompt, str) else "token_ids": prompt, "sampling": sampling}
+
+
+def _embedding(body: Mapping[str, Any]) -> Fields:
+    prompt = body.get("input")
+    if not isinstance(prompt, str | list) or (isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt)):
+        raise RequestError(f"input must be one text or one list of token ids, got {shown(prompt)}")
+    if body.get("encoding_format") not in (None, "float"):
+        raise RequestError("encoding_format: a job writes floats")
+    left = {key: value for key, value in body.items() if key not in ("input", "encoding_format", *NO_EFFECT, *FIELD_KEYS) and value is not None}
+    return {"prompt" if isinstance(prompt, str) else "token_ids": prompt, "pooling": left}
 
 
 def _sampling(body: Mapping[str, Any], content: str) -> dict[str, Any]:
