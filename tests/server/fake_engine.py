@@ -59,6 +59,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.resets = 0
         self.failure: DovetailError | None = None
+        self.adapters: dict[str, str] = {}
         self.refusal: DovetailError | None = None  # of the next requests
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,6 +90,13 @@ class FakeEngine:
         if self.requests.pop(request_id, None) is not None:
             self.aborted.append(request_id)
             self._notify()
+
+    async def load_adapter(self, name: str, path: str | None, within: str | None = None) -> None:
+        self.check_health()
+        if path is None:
+            self.adapters.pop(name, None)
+        else:
+            self.adapters[name] = path
 
     async def reset_prefix_cache(self) -> None:
         self.check_health()

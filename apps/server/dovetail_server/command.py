@@ -117,7 +117,8 @@ def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
     to the model, which may read the environment."""
     kind, text = _plain(field.annotation), " ".join((field.description or "").replace("`", "").split())
     if kind is list:
-        return name, Annotated[list[str], typer.Option(option_name(name), help=f"{text} May be repeated.", show_default=False)], []
+        spellings = [option_name(name), *(["--lora-modules"] if name == "lora_modules" else [])]  # vLLM's, too
+        return name, Annotated[list[str], typer.Option(*spellings, help=f"{text} May be repeated.", show_default=False)], []
     text += f"  [default: {NULL if field.default is None else field.default}]"
     names = f"{option_name(name)}/--no-{option_name(name)[2:]}" if kind is bool else option_name(name)
     return name, Annotated[kind | None, typer.Option(names, help=text, show_default=False)], None

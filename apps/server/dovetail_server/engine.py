@@ -105,6 +105,10 @@ class ServedEngine(Protocol):
     @property
     def load(self) -> Load: ...
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The adapters that requests may name as their model: name -> path."""
+
     def tokenized(self, prompt: Prompt) -> Prompt:
         """Tokenize a text prompt; return others unchanged. Thread-safe. Raises `RequestError`."""
 
@@ -124,6 +128,10 @@ class ServedEngine(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Raises `EngineDeadError` if the engine is dead."""
+
+    async def load_adapter(self, name: str, path: str | None, within: str | None = None) -> None:
+        """Serve the adapter in the directory `path` under a name, or with None no longer; running requests keep theirs. `within`: the folder in
+        which its files must be. Raises `RequestError` if it can't be used, `EngineDeadError` if the engine is dead."""
 
     def decisions(self) -> Decisions | None:
         """Return the scheduler's latest known decisions, and request newer ones, at most twice a second. None until the first response. The engine

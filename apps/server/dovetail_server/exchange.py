@@ -72,11 +72,13 @@ class Server:
         self.engine.check_health()
         self.outbox.check_health()
 
-    def model_named(self, name: str | None) -> str:
-        """Return the model name for the answer. Raises `HttpError` 404 for an unknown name."""
-        if name is None or name in self.models:
+    def model_named(self, name: str | None, *, adapters: bool = False) -> str:
+        """Return the model name for the answer. Raises `HttpError` 404 for an unknown name. `adapters`: it may be that of an adapter, which the
+        caller then uses."""
+        if name is None or name in self.models or (adapters and name in self.engine.adapters):
             return name or self.models[0]
-        message = f"the model {name[:200]!r} isn't served here; available: {', '.join(self.models)}"
+        known = (*self.models, *self.engine.adapters) if adapters else self.models
+        message = f"the model {name[:200]!r} isn't served here; available: {', '.join(known)[:2_000]}"
         raise HttpError(404, message, param="model", code="model_not_found")
 
 
@@ -178,6 +180,8 @@ class PooledListener(OutputListener):
 def _failure(sample: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailError:
     if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("structured"):  # the grammar failed to compile: see `front.grammars`
         return RequestError(str(sample.stop_reason))
+    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("lora_request"):  # it can't be read any more: see `front.adapters`
+        return HttpError(400, f"model: {sample.stop_reason}", param="model", code="adapter_failed")
     if sample.finish_reason == "rejected":
         return HttpError(503, f"the scheduler rejected the request: {sample.stop_reason}", code="rejected")
     if sample.finish_reason == "abort":
@@ -228,7 +232,7 @@ class Exchange:
         self.renamed = body.renamed() if body.vllm_xargs is None else {**body.renamed(), "extra_args": "vllm_xargs"}
         for one in ignored_fields(body, body.ADVISORY):
             self.ignore(one)
-        model = self.record.model = self.server.model_named(body.model)
+        model = self.record.model = self.server.model_named(body.model, adapters=True)
         return body, model
 
     def ignore(self, one: Advisory) -> None:
@@ -343,7 +347,9 @@ class Exchange:
             self.record.answer_id, self.record.params = answer_id, params
             for index, ((_, listener), count) in enumerate(zip(requests, tokens, strict=True)):
                 listener.ticket = self.server.admission.enter(count)
-                listener.meter = self.server.metrics.meter(fields.get("client"), getattr(params, "n", 1), self.record.began)
+                listener.meter = self.server.metrics.meter(
+                    fields.get("client"), getattr(params, "n", 1), self.record.began, fields.get("lora_request")
+                )
                 self._listeners[answer_id if len(requests) == 1 else f"{answer_id}-{index}"] = listener
             tasks = [
                 asyncio.create_task(self._submit(request_id, prompt, params, listener, fields))

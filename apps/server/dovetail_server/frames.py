@@ -63,6 +63,16 @@ class Reset(msgspec.Struct, array_like=True, tag=4):
     number: int
 
 
+class LoadAdapter(msgspec.Struct, array_like=True, tag=5):
+    """Request to serve an adapter under a name, or, without a path, no longer. Answered by `Accepted` once it is loaded, or by `Refused`. `number`:
+    used once, and for no sample."""
+
+    number: int
+    name: str
+    path: str | None
+    within: str | None  # the folder in which its files must be; None: anywhere
+
+
 # From the engine to front ends
 
 
@@ -93,6 +103,12 @@ class Dropped(msgspec.Struct, array_like=True, tag=13):
     """The front end didn't read its frames: the engine has aborted its samples with numbers below `below`."""
 
     below: int
+
+
+class Adapters(msgspec.Struct, array_like=True, tag=16):
+    """The adapters that are served now: name -> path."""
+
+    paths: dict[str, str]
 
 
 class Decided(msgspec.Struct, array_like=True, tag=15):
@@ -181,8 +197,8 @@ class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
     extra: Extra | None = None
 
 
-ToEngine = Hello | Add | Abort | Ask | Reset
-ToFrontEnd = Welcome | Accepted | Refused | Dropped | Decided | StepFrame
+ToEngine = Hello | Add | Abort | Ask | Reset | LoadAdapter
+ToFrontEnd = Welcome | Accepted | Refused | Dropped | Decided | StepFrame | Adapters
 
 
 def _encode_limits(value: Any) -> Any:

@@ -63,6 +63,8 @@ class FrontEnd:
         """Serve until `drain` or `fail` ends it. Raises `DovetailError` if it can't start."""
         self._engine = engine = await RemoteEngine.connect(self._line, self._name, self.fail)
         try:
+            for one in self._settings.lora_modules:
+                await engine.load_adapter(*one.split("=", 1))
             self._app = create_app(engine, self._settings, front_end=self._place, on_loopback=is_on_loopback(self._socket))
             self._app.state.draining, self._app.state.failure = False, None
             config = self._config()

@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dovetail.api.clock import VirtualClock, WallClock
 from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
@@ -23,14 +24,17 @@ from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError
 from dovetail.front import request_checks
+from dovetail.front.adapters import RequestedAdapter
 from dovetail.front.assembly import Assembly
-from dovetail.front.intake import make_samples
+from dovetail.front.intake import ENABLE, make_samples
+from dovetail.lora import LoRARequest
 from dovetail.process_watch import ProcessWatch
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
+    Adapters,
     Add,
     Ask,
     Decided,
@@ -39,6 +43,7 @@ from dovetail_server.frames import (
     Finished,
     First,
     Hello,
+    LoadAdapter,
     PackedLogprobs,
     PackedResult,
     Refused,
@@ -55,6 +60,7 @@ from dovetail_server.links import ZmqPost
 
 NOTED_STEPS = 12  # recorded after a request, and returned
 REST_S = 0.5  # between two requests that start recording
+LOADING_S = 0.01  # interval at which an idle engine looks whether an adapter is loaded
 IDLE_CHECK_S = 1.0  # interval at which an idle engine checks its executor, of which a rank may have died
 
 
@@ -156,6 +162,8 @@ class EngineHost:
         self._unfinished = 0  # requests
         self._later: list[tuple[bytes, ToEngine]] = []  # messages received during a step, to be processed after it
         self._changed = False  # the load has changed without a step
+        self._adapters: dict[str, tuple[LoRARequest, Path | None]] = {}  # served ones by name, and the folder in which their files must be
+        self._loading: list[tuple[_FrontEnd, LoadAdapter, RequestedAdapter]] = []  # to be served once they are loaded
         self._stopping = False
         self._watch = DecisionWatch(self._core)
         self.busy_since: float | None = None  # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
@@ -177,7 +185,7 @@ class EngineHost:
                 if not core.has_unfinished():
                     if self._changed:
                         self._tell_load()
-                    self._rest(IDLE_CHECK_S if not self._lost() else 0.1)
+                    self._rest(LOADING_S if self._loading else IDLE_CHECK_S if not self._lost() else 0.1)
                     core.check_executor()
         finally:
             self.busy_since = None
@@ -216,6 +224,8 @@ class EngineHost:
             if self._post.send(front_end.name, Dropped(front_end.lost_below)):
                 front_end.lost_below = 0
         self._watch.rest()
+        if self._loading:
+            self._end_loading()
 
     def _heed(self, sender: bytes, message: ToEngine) -> None:
         if sender in self._gone:
@@ -232,6 +242,10 @@ class EngineHost:
                         self._drop(request)
             case Hello():
                 self._send(front_end, self.welcome())
+                self._send(front_end, self._served_adapters())
+            case LoadAdapter():
+                front_end.top = max(front_end.top, message.number + 1)
+                self._load_adapter(front_end, message)
             case Reset():
                 front_end.top = max(front_end.top, message.number + 1)
                 self._core.kv.reset()
@@ -260,7 +274,8 @@ class EngineHost:
         request = request_of(add)
         sampling = self._assembly.sampling(request.params, add.seed, tuple(tuple(words) for words in add.bad_words))
         arrival = core.earliest_arrival(core.clock.now() if add.fields.arrival_time is None else add.fields.arrival_time)
-        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._constraints(request.params))
+        adapter = self._adapter_of(add)
+        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._constraints(request.params), adapter)
         for index, sample in enumerate(samples):
             try:
                 core.add(sample)
@@ -272,6 +287,51 @@ class EngineHost:
             self._places[sample] = (front_end, add.number + index)
             front_end.live[add.number + index] = sample
             self._new.add(sample)
+
+    def _adapter_of(self, add: Add) -> RequestedAdapter | None:
+        """Return a request's adapter, which may still be loading. Raises `RequestError` if it isn't served any more."""
+        if add.fields.lora_request is None:
+            return None
+        name = add.fields.lora_request.lora_name
+        if name not in self._adapters or self._assembly.adapters is None:
+            raise RequestError(f"model: the adapter {name[:200]!r} was unloaded")
+        return self._assembly.adapters.get(*self._adapters[name])
+
+    def _load_adapter(self, front_end: _FrontEnd, message: LoadAdapter) -> None:
+        store = self._assembly.adapters
+        if store is None:
+            self._send(front_end, Refused(message.number, f"this server takes no adapters: {ENABLE}"))
+        elif message.path is None:
+            self._adapters.pop(message.name, None)
+            self._tell_adapters(front_end, message)
+        else:
+            try:
+                adapter = store.get(LoRARequest(message.name, 1, message.path), None if message.within is None else Path(message.within))
+            except RequestError as error:
+                self._send(front_end, Refused(message.number, str(error)))
+            else:
+                self._loading.append((front_end, message, adapter))
+
+    def _end_loading(self) -> None:
+        """Serve the adapters that have been loaded."""
+        done = [one for one in self._loading if not one[2].closed()]
+        self._loading = [one for one in self._loading if one not in done]
+        for front_end, message, adapter in done:
+            if (why := adapter.failed()) is not None:
+                self._send(front_end, Refused(message.number, why))
+            else:
+                within = None if message.within is None else Path(message.within)
+                self._adapters[message.name] = LoRARequest(message.name, 1, str(message.path)), within
+                self._tell_adapters(front_end, message)
+
+    def _tell_adapters(self, asked: _FrontEnd, message: LoadAdapter) -> None:
+        """Tell all front ends which adapters are served, then answer the one that has changed that."""
+        for front_end in list(self._front_ends.values()):
+            self._send(front_end, self._served_adapters())
+        self._send(asked, Accepted(message.number))
+
+    def _served_adapters(self) -> Adapters:
+        return Adapters({name: request.lora_path for name, (request, _) in self._adapters.items()})
 
     def _constraints(self, params: SamplingParams) -> Sequence[Constraint]:
         try:

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dovetail.lora import LoRARequest
 from dovetail.pooling import PoolingRequestOutput
 from dovetail.request import FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import ServedEngine
@@ -76,6 +77,7 @@ class Finish(NamedTuple):
     latency_s: float  # from arrival at the server to the end
     per_token_s: float | None  # mean inter-token latency; None with fewer than two tokens
     engine: RequestMetrics | None  # on the engine's clock; without an end if the engine didn't finish it
+    adapter: str | None = None
 
 
 class ServerMetrics(Collector):
@@ -87,6 +89,7 @@ class ServerMetrics(Collector):
         self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0, "rejected": 0}
         self.refused: dict[int, int] = {}  # by HTTP status
         self.clients: dict[str, ClientCounts] = {}
+        self.adapters: dict[str, list[int]] = {}  # name -> finished requests, generated tokens
         self.first_token, self.gap, self.per_token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S), Histogram(TOKEN_S)
         self.latency, self.queue, self.prefill, self.decode, self.inference = (Histogram(REQUEST_S) for _ in range(5))
         largest = engine.info.intake.max_model_len
@@ -94,9 +97,9 @@ class ServerMetrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def meter(self, client: str | None = None, samples: int = 1, arrived: float | None = None) -> RequestMeter:
+    def meter(self, client: str | None = None, samples: int = 1, arrived: float | None = None, adapter: LoRARequest | None = None) -> RequestMeter:
         """Return the meter of a request for `samples` samples. `arrived`: on the metrics' clock; None: now."""
-        return RequestMeter(self, client, samples, self._clock, self._clock() if arrived is None else arrived)
+        return RequestMeter(self, client, samples, self._clock, self._clock() if arrived is None else arrived, adapter)
 
     def request_began(self, first_token_s: float, prompt_tokens: int, cached_tokens: int, client: str | None) -> None:
         """Count a request whose first token came `first_token_s` after its arrival."""
@@ -116,6 +119,10 @@ class ServerMetrics(Collector):
             self.per_token.add(finish.per_token_s)
         if finish.engine is not None:
             self._engine_times(finish.engine)
+        if finish.adapter is not None:
+            ended = self.adapters.setdefault(finish.adapter, [0, 0])
+            ended[0] += 1
+            ended[1] += finish.generated_tokens
         counts = self._client(finish.client)
         counts.requests += 1
         counts.generated_tokens += finish.generated_tokens
@@ -256,16 +263,40 @@ class ServerMetrics(Collector):
         ):
             values = {client: getattr(counts, count) for client, counts in clients}
             yield family(CounterMetricFamily, name, documentation, self._labels, values, "client")
+        adapters = [(name, tuple(counts)) for name, counts in list(self.adapters.items())]
+        for place, (name, documentation) in enumerate(
+            (
+                ("dovetail_adapter_requests", "Finished requests, by adapter"),
+                ("dovetail_adapter_generation_tokens", "Generated tokens of finished requests, by adapter"),
+            )
+        ):
+            by_name = {adapter: counts[place] for adapter, counts in adapters}
+            yield family(CounterMetricFamily, name, documentation, self._labels, by_name, "adapter")
 
 
 class RequestMeter:
     """Figures of a running request. Its listener calls `saw` with each output, and `ended` or `refused` if there is no last output."""
 
-    __slots__ = ("_arrived", "_client", "_clock", "_ended", "_first", "_last", "_metrics", "_prompt_tokens", "_samples", "_times", "_tokens")
+    __slots__ = (
+        "_adapter",
+        "_arrived",
+        "_client",
+        "_clock",
+        "_ended",
+        "_first",
+        "_last",
+        "_metrics",
+        "_prompt_tokens",
+        "_samples",
+        "_times",
+        "_tokens",
+    )
 
-    def __init__(self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float], arrived: float) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float], arrived: float, adapter: LoRARequest | None = None
+    ) -> None:
         self._metrics, self._client, self._samples, self._clock = metrics, client, samples, clock
-        self._arrived = arrived
+        self._arrived, self._adapter = arrived, None if adapter is None else adapter.lora_name
         self._first = self._last = 0.0  # times of its first and latest tokens
         self._tokens = self._prompt_tokens = 0
         self._times: RequestMetrics | None = None
@@ -323,7 +354,9 @@ class RequestMeter:
         gaps = self._tokens / self._samples - 1  # per sample of mean length
         per_token = (self._last - self._first) / gaps if gaps > 0 else None
         latency = self._clock() - self._arrived
-        self._metrics.request_finished(Finish(reason, self._client, self._prompt_tokens, self._tokens, latency, per_token, self._times))
+        self._metrics.request_finished(
+            Finish(reason, self._client, self._prompt_tokens, self._tokens, latency, per_token, self._times, self._adapter)
+        )
 
 
 def family(

@@ -37,12 +37,14 @@ from dovetail_server.engine import Decisions, Listener, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
+    Adapters,
     Ask,
     Decided,
     Dropped,
     Extra,
     Finished,
     Hello,
+    LoadAdapter,
     Refused,
     Reset,
     StepFrame,
@@ -131,10 +133,11 @@ class RemoteEngine:
         self._intake = Intake(info.intake, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
         self.chat = ChatFrontEnd(tokenizer, info.intake.limits, info.intake.max_model_len)
         self.load = Load(free_blocks=info.num_blocks)
+        self.adapters: Mapping[str, str] = {}
         self._builder = OutputBuilder(tokenizer)
         self._open: dict[str, _Open] = {}  # by request id
         self._samples: dict[int, Sample] = {}  # unfinished, by number
-        self._resets: dict[int, asyncio.Future[None]] = {}  # by number
+        self._asks: dict[int, asyncio.Future[None]] = {}  # that aren't about requests, by number
         self._next_number = 1
         self._time = 0.0  # of the last frame
         self._failure: str | None = None
@@ -149,6 +152,7 @@ class RemoteEngine:
         `failed`: called instead of `fail` if a message of the engine can't be decoded. Raises `ModelLoadError` if the model has no tokenizer."""
         answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         engine: RemoteEngine | None = None
+        early: list[ToFrontEnd] = []
 
         def take(message: ToFrontEnd) -> None:
             if isinstance(message, Welcome):
@@ -156,11 +160,15 @@ class RemoteEngine:
                     answer.set_result(message)
             elif engine is not None:
                 engine._take(message)
+            elif isinstance(message, Adapters):
+                early.append(message)
 
         line.open(take)
         line.send(Hello())
         welcome = await answer
         engine = cls(line, welcome, await asyncio.to_thread(_load_tokenizer, welcome.tokenizer_dir), name, failed)
+        for message in early:
+            engine._take(message)
         await asyncio.to_thread(engine._warm_up)
         return engine
 
@@ -177,10 +185,17 @@ class RemoteEngine:
         return time.perf_counter() if self._wall_clock else self._time  # the engine's clock on the same host
 
     async def reset_prefix_cache(self) -> None:
+        await self._ask(Reset)
+
+    async def load_adapter(self, name: str, path: str | None, within: str | None = None) -> None:
+        await self._ask(lambda number: LoadAdapter(number, name, path, within))
+
+    async def _ask(self, message: Callable[[int], Reset | LoadAdapter]) -> None:
+        """Send the engine a message with a number of its own, and wait for the answer."""
         self.check_health()
         number, self._next_number = self._next_number, self._next_number + 1
-        done = self._resets[number] = asyncio.get_running_loop().create_future()
-        self._line.send(Reset(number))
+        done = self._asks[number] = asyncio.get_running_loop().create_future()
+        self._line.send(message(number))
         await done
 
     def decisions(self) -> Decisions | None:
@@ -199,10 +214,10 @@ class RemoteEngine:
         if self._failure is not None:
             return
         self._failure = reason
-        for done in self._resets.values():
+        for done in self._asks.values():
             if not done.done():
                 done.set_exception(EngineDeadError(reason))
-        self._resets.clear()
+        self._asks.clear()
         for entry in list(self._open.values()):
             self._end(entry, EngineDeadError(reason))
 
@@ -303,10 +318,15 @@ class RemoteEngine:
                 self._take_frame(message)
             case Decided():
                 self._decisions = message.decisions
+            case Adapters():
+                self.adapters = message.paths
+            case Refused() if (done := self._asks.pop(message.number, None)) is not None:
+                if not done.done():
+                    done.set_exception(RequestError(message.reason))
             case Refused():
                 if (entry := self._entry_of(message.number)) is not None:
                     self._end(entry, (UnsupportedError if message.unsupported else RequestError)(message.reason))
-            case Accepted() if (done := self._resets.pop(message.number, None)) is not None:
+            case Accepted() if (done := self._asks.pop(message.number, None)) is not None:
                 if not done.done():  # its caller is gone
                     done.set_result(None)
             case Accepted():

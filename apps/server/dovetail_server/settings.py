@@ -129,6 +129,14 @@ class ServerSettings(BaseModel):
     prefix_cache_reset: bool = False
     """Serve POST /reset_prefix_cache, which empties the prefix cache: only if you trust all clients."""
 
+    lora_modules: tuple[str, ...] = ()
+    """Adapters to serve, as NAME=PATH, the path being a directory in PEFT's format: requests use one by its name as `model`. Requires `--enable-lora`
+    (`adapters` in `engine.yaml`)."""
+
+    adapter_directory: str | None = None
+    """A folder: POST /v1/load_lora_adapter may serve adapters below it, and /v1/unload_lora_adapter ends that: only if you trust all clients. `null`:
+    both are disabled."""
+
     advisory_fields: Literal["ignore", "refuse"] = "ignore"
     """Fields of requests that can't change what an answer means, such as `text.verbosity`: `ignore` them, naming them in the header
     `x-dovetail-ignored`, or `refuse` them with a 400."""
@@ -148,6 +156,15 @@ class ServerSettings(BaseModel):
         if not _is_template(text):
             raise ValueError("the file has no Jinja template: nothing in it reads a message")
         return text
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _named_paths(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for one in given:
+            name, _, path = one.partition("=")
+            if not name or not path:
+                raise ValueError(f"expected NAME=PATH, got {one!r}")
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> ServerSettings:

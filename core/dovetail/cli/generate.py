@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dovetail.front.llm_engine import LLMEngine
     from dovetail.request import RequestOutput
 
+MAX_LORA_RANK = 64  # of --lora, unless the config says
 FAILED = ("error", "rejected")  # with one of these finish reasons the exit code is 1
 
 
@@ -56,6 +57,10 @@ def generate(
             autocompletion=completion.params,
         ),
     ] = [],  # noqa: B006
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="NAME=PATH", help="Compute with the LoRA adapter in this directory; it turns the config's `adapters` on."),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each finished request.")] = False,
     trace_out: Annotated[
@@ -81,6 +86,8 @@ def generate(
     config = load_config(source, settings)
     if trace_out is not None:
         config = _traced(config, trace_out)
+    if lora is not None:
+        config, prompts = _adapted(config, prompts, lora)
     from dovetail.front.llm_engine import LLMEngine
 
     with _loading_bars() as progress:
@@ -100,6 +107,20 @@ def _traced(config: EngineConfig, path: Path) -> EngineConfig:
 
     observer = {"name": f"{NAMESPACE}:perfetto", "path": str(path)}
     return EngineConfig.load_with(config, {"observers": [*config.observers, observer]}, origin="--trace-out")
+
+
+def _adapted(config: EngineConfig, prompts: list[Prompt], text: str) -> tuple[EngineConfig, list[Prompt]]:
+    """Return the config with adapters, and the prompts with the one given as name=path. Raises `ConfigError`."""
+    from dovetail.config import EngineConfig
+    from dovetail.lora import LoRARequest
+
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--lora: expected name=path, got {shown(text)}")
+    if config.adapters is None:
+        config = EngineConfig.load_with(config, {"adapters": {"slots": 1, "max_rank": MAX_LORA_RANK}}, origin="--lora")
+    adapter = LoRARequest(name, 1, path)
+    return config, [prompt._replace(fields={**prompt.fields, "lora_request": adapter}) for prompt in prompts]
 
 
 def _rule(json_schema: Path | None, regex: str | None, choice: list[str]) -> dict[str, Any]:

@@ -70,16 +70,15 @@ class _Known:
 class _Looking:
     """A name whose directory is being looked at, and the requests that came since."""
 
-    following: tuple[RequestedAdapter, LoRARequest] | None = None
+    following: tuple[RequestedAdapter, LoRARequest, Path | None] | None = None
 
 
 class AdapterStore:
     """Keeps at most `most` copies, the least recently used go first; those of unfinished requests stay in any case. A name's directory is looked at
     for each new request, and read again if it has changed. Thread safe."""
 
-    def __init__(self, capacity: AdapterCapacity, most: int, *, within: Path | None = None, threads: int = 2) -> None:
-        """`within`: the folder in which adapters must be; None: anywhere."""
-        self.capacity, self._most, self.within = capacity, most, within
+    def __init__(self, capacity: AdapterCapacity, most: int, *, threads: int = 2) -> None:
+        self.capacity, self._most = capacity, most
         self._folder = TemporaryDirectory(prefix="dovetail-adapters-", ignore_cleanup_errors=True)
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(threads, "dovetail-adapters")
@@ -91,20 +90,21 @@ class AdapterStore:
         self._pinned: set[str] = set()  # names
         self._closed = False
 
-    def get(self, request: LoRARequest) -> RequestedAdapter:
-        """Return the adapter, which is being looked for. Requests that come before its directory is looked at share the look."""
+    def get(self, request: LoRARequest, within: Path | None = None) -> RequestedAdapter:
+        """Return the adapter, which is being looked for. Requests that come before its directory is looked at share the look. `within`: the folder
+        in which its files must be; None: anywhere."""
         with self._lock:
             looking = self._looking.get(request.lora_name)
-            if looking is not None and looking.following is not None and looking.following[1] == request:
+            if looking is not None and looking.following is not None and looking.following[1:] == (request, within):
                 return looking.following[0]
             adapter = RequestedAdapter(request.lora_name)
             if looking is None:
                 self._looking[request.lora_name] = _Looking()
-                self._threads.submit(self._look, adapter, request)
+                self._threads.submit(self._look, adapter, request, within)
             elif looking.following is None:
-                looking.following = adapter, request
+                looking.following = adapter, request, within
             else:  # another directory under the same name
-                self._threads.submit(self._fill, adapter, request)
+                self._threads.submit(self._fill, adapter, request, within)
             return adapter
 
     def ids(self) -> set[int]:
@@ -143,8 +143,8 @@ class AdapterStore:
 
     # In a thread
 
-    def _look(self, adapter: RequestedAdapter, request: LoRARequest) -> None:
-        self._fill(adapter, request)
+    def _look(self, adapter: RequestedAdapter, request: LoRARequest, within: Path | None) -> None:
+        self._fill(adapter, request, within)
         with self._lock:
             following = self._looking.pop(request.lora_name, _Looking()).following
             if following is not None:
@@ -155,20 +155,20 @@ class AdapterStore:
             except RuntimeError:  # it was closed
                 self._fill(*following)
 
-    def _fill(self, adapter: RequestedAdapter, request: LoRARequest) -> None:
+    def _fill(self, adapter: RequestedAdapter, request: LoRARequest, within: Path | None) -> None:
         try:
-            adapter.copy.set_result(self._copy(request))
+            adapter.copy.set_result(self._copy(request, within))
         except RequestError as error:
             adapter.copy.set_exception(RequestError(f"lora_request {request.lora_name!r}: {error}"))
         except BaseException as error:  # of a disk that is full, too: it is this adapter's alone
             logger.exception("an adapter can't be loaded")
             adapter.copy.set_exception(RequestError(f"lora_request {request.lora_name!r} can't be loaded: {describe(error)}"))
 
-    def _copy(self, request: LoRARequest) -> HostCopy:
+    def _copy(self, request: LoRARequest, within: Path | None) -> HostCopy:
         """Return the copy of what the request's directory holds now."""
         if self._closed:
             raise RequestError("the engine was closed")
-        files = AdapterFiles.find(request.lora_path, self.within)
+        files = AdapterFiles.find(request.lora_path, within)
         with self._lock:
             known = self._names.get(request.lora_name)
             if known is not None and known.files == files and known.digest in self._copies:
@@ -176,7 +176,7 @@ class AdapterStore:
                 known.request = request
                 return self._copies[known.digest]
         content = read_adapter(files, self.capacity)
-        if AdapterFiles.find(request.lora_path, self.within) != files:
+        if AdapterFiles.find(request.lora_path, within) != files:
             raise RequestError("its files were changed while they were read: write them to another directory, and rename that")
         copy = self._alive.get(content.digest) or HostCopy(content, Path(self._folder.name) / f"{next(self._numbers)}.safetensors")
         with self._lock:

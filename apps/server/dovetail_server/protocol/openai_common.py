@@ -13,6 +13,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.front.chat import ChatOptions
 from dovetail.front.grammars import token_speller
 from dovetail.front.tokenizer import Tokenizer
+from dovetail.lora import LoRARequest
 from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
 from dovetail.sampling_params import BEAM_SEARCH, OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
@@ -155,7 +156,14 @@ def engine_fields(body: GenerationFields, engine: ServedEngine) -> Mapping[str, 
         tbt_s=body.tbt_s,
         predicted_tokens=body.predicted_tokens,
         extra=body.extra,
+        lora_request=adapter_of(body.model, engine),
     )
+
+
+def adapter_of(model: str | None, engine: ServedEngine) -> LoRARequest | None:
+    """Return the adapter that a request's `model` names, if it is one."""
+    path = None if model is None else engine.adapters.get(model)
+    return None if model is None or path is None else LoRARequest(model, 1, path)
 
 
 class TokenCounts(NamedTuple):

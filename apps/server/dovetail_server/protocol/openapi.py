@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from dovetail_server.protocol import chat, completions, messages, pooling, responses
+from dovetail_server.protocol.adapters import LoadBody, UnloadBody
 from dovetail_server.protocol.batches import Batch, CreateBatchRequest, FileObject
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
@@ -123,6 +124,8 @@ OPERATIONS = (
     Operation("get", "/health", "Check whether the server works", "Service", errors=(503,), needs_key=False),
     Operation("get", "/ping", "Check whether the server works", "Service", errors=(503,), needs_key=False),
     Operation("post", "/reset_prefix_cache", "Empty the prefix cache", "Service", errors=(400, 403, 503)),
+    Operation("post", "/v1/load_lora_adapter", "Serve an adapter", "Service", LoadBody, errors=(400, 403, 503)),
+    Operation("post", "/v1/unload_lora_adapter", "Serve an adapter no longer", "Service", UnloadBody, errors=(400, 403, 404, 503)),
     Operation("get", "/load", "Count the requests that run or wait", "Service"),
     Operation("get", "/ready", "Check whether requests are accepted", "Service", errors=(503,), needs_key=False),
     Operation("get", "/version", "Describe the server and its components", "Service"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import batches, chat, completions, messages, pooling, responses, service, tokenize
+from dovetail_server.routes import adapters, batches, chat, completions, messages, pooling, responses, service, tokenize
 from dovetail_server.settings import ServerSettings
 
 
@@ -19,4 +19,5 @@ def all_routes(settings: ServerSettings) -> list[BaseRoute]:
         *batches.ROUTES,
         *tokenize.ROUTES,
         *service.ROUTES,
+        *adapters.ROUTES,
     ]

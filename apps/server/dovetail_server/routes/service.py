@@ -59,21 +59,22 @@ async def version(exchange: Exchange) -> None:
 
 
 async def models(exchange: Exchange) -> None:
-    await exchange.reply({"object": "list", "data": [_model(exchange, name) for name in exchange.server.models]})
+    await exchange.reply({"object": "list", "data": [_model(exchange, name) for name in (*exchange.server.models, *exchange.engine.adapters)]})
 
 
 async def model(exchange: Exchange) -> None:
-    await exchange.reply(_model(exchange, exchange.server.model_named(exchange.scope["path_params"]["model"])))
+    await exchange.reply(_model(exchange, exchange.server.model_named(exchange.scope["path_params"]["model"], adapters=True)))
 
 
 def _model(exchange: Exchange, name: str) -> dict[str, Any]:
-    info = exchange.engine.info
+    info, adapter = exchange.engine.info, exchange.engine.adapters.get(name)
     return {
         "id": name,
         "object": "model",
         "created": exchange.server.started_at,
         "owned_by": "dovetail",
-        "root": info.model,
+        "root": info.model if adapter is None else adapter,
+        "parent": None if adapter is None else exchange.server.models[0],
         "max_model_len": info.intake.max_model_len,
     }
 

@@ -18,7 +18,7 @@ from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 async def tokenize(exchange: Exchange) -> None:
     """Tokenize a prompt or a conversation."""
     body = await exchange.body(TokenizeRequest)
-    exchange.server.model_named(body.model)
+    exchange.server.model_named(body.model, adapters=True)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt: give either a prompt or messages", param="prompt")
     if body.messages is not None:
@@ -52,7 +52,7 @@ def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
 async def detokenize(exchange: Exchange) -> None:
     """Decode tokens."""
     body = await exchange.body(DetokenizeRequest)
-    exchange.server.model_named(body.model)
+    exchange.server.model_named(body.model, adapters=True)
     intake = exchange.engine.info.intake
     if len(body.tokens) > intake.max_model_len:
         raise HttpError(400, f"tokens: at most {intake.max_model_len} (max_model_len), got {len(body.tokens)}", param="tokens")
