@@ -16,6 +16,7 @@ from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, given
+from dovetail_server.protocol.openai_common import adapter_of
 
 Texts = str | list[str]
 
@@ -44,7 +45,10 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def engine_fields(self, engine: ServedEngine) -> Mapping[str, Any]:
         """Return the keyword arguments of `ServedEngine.submit`."""
         deadline = None if self.deadline_s is None else engine.now() + self.deadline_s
-        return given(priority=self.priority, client=self.client, cache_salt=self.cache_salt, deadline=deadline, extra=self.extra)
+        adapter = adapter_of(self.model, engine)
+        return given(
+            priority=self.priority, client=self.client, cache_salt=self.cache_salt, deadline=deadline, extra=self.extra, lora_request=adapter
+        )
 
 
 class ClassifyRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):

@@ -80,7 +80,7 @@ async def _read(exchange: Exchange, kind: type[B]) -> tuple[B, str]:
     exchange.renamed = {"id": "request_id", "deadline": "deadline_s", "prompt": "documents" if kind is RerankRequest else "input"}
     for one in ignored_fields(body, body.ADVISORY):
         exchange.ignore(one)
-    model = exchange.record.model = exchange.server.model_named(body.model)
+    model = exchange.record.model = exchange.server.model_named(body.model, adapters=True)
     return body, model
 
 
