@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step, StepDone
+from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail.testing import make_request
 from dovetail_schedulers.fcfs import FCFS
@@ -283,6 +283,38 @@ class TurnsTheLongAway(Plain):
             if request.prompt_tokens > 16:
                 step.reject(request, "too long")
         super().schedule(step)
+
+
+@mutant(caught_by="scheduler.adapters")
+class NeverAsksAgain(Plain):
+    """Gives up on a request once its adapter got no slot."""
+
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.given_up: set[Request] = set()
+
+    def schedule(self, step: Step) -> None:
+        step.grant_each(step.running)
+        for request in step.waiting:
+            if request not in self.given_up and step.grant(request).refused is Refusal.ADAPTERS:
+                self.given_up.add(request)
+
+    def on_finished(self, request: Request) -> None:
+        self.given_up.discard(request)
+
+
+@mutant(caught_by="scheduler.adapters")
+class DoesNotKnowTheRefusal(Plain):
+    """Takes the reasons of its time for all that there are."""
+
+    def schedule(self, step: Step) -> None:
+        known = (Refusal.BUDGET, Refusal.PACE, Refusal.SEATS, Refusal.MEMORY, Refusal.NOT_NOW)
+        for request in step.grant_each(step.running):
+            step.grant(request, evict=reversed(step.running))
+        for request in step.waiting:
+            if (refused := step.grant(request).refused) is not None:
+                known.index(refused)
+                break
 
 
 @mutant(caught_by="scheduler.no_stalls")

@@ -11,6 +11,7 @@ CLAUSES: Marks = {
     "*": TOLD,
     "Step": {"It is closed": held("sound"), "*": TOLD},
     "Step.grant": {"Raises `PolicyError`": held("sound"), "must not act on the step": held("sound"), "Fewer than n": held("paced"), "*": TOLD},
+    "Step.held_back": held("adapters"),
     "Step.wake_at": held("sound", "finishes"),
     "Claims": {
         "checks `order`": held("order"),

@@ -27,6 +27,7 @@ from dovetail.testing.suites.scheduler_loads import (
     CROWDED,
     THREE_GROUPS,
     VICTIMS,
+    adapted,
     begun_without_memory,
     crowd,
     crowded,
@@ -171,6 +172,16 @@ class SchedulerSuite(Suite):
                 all_ended(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(), 40, all_ended)
         self.note(f"the policy's own time a step: {sorted(times)[len(times) // 2] * 1e6:.0f} µs (not judged)")
+
+    @check("scheduler.adapters", since="0.4")
+    def test_adapters(self) -> None:
+        """Requests stay unfinished that wait for a slot for their adapter, or that waited beside such ones, or the policy misused a step. A grant
+        that is refused with ADAPTERS may be repeated in the next step that shows the request; those in `held_back` will be shown again."""
+        for overlap in (True, False):
+            scenario = adapted(overlap)
+            world = self._world(scenario.shape).play(scenario.acts)
+            require(world.dead is None, f"the engine ended: {world.dead}")
+            require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
 
     @check("scheduler.no_starvation", since="0.1", capability="no_starvation")
     def test_no_starvation(self) -> None:

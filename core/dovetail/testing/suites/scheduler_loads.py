@@ -58,6 +58,25 @@ def ranked() -> Scenario:
     return Scenario(Shape(max_seqs=1), (first, *rest))
 
 
+def adapted(overlap: bool) -> Scenario:
+    """More adapters than slots, requests without one between them, and one of a rare adapter while others are in demand; some samples."""
+    arrives = [
+        Arrive(
+            tuple(range(i % 5, i % 5 + 4)),
+            max_tokens=3 + i % 5,
+            delay=i * 0.02,
+            client="abc"[i % 3],
+            priority=i % 3,
+            deadline=1e6 + i,
+            predicted_tokens=3 + i % 5,
+            n=2 if i % 11 == 7 else 1,
+            adapter=(None, "x", "y", "x", "y", "z" if i % 2 else "x")[i % 6],
+        )
+        for i in range(40)
+    ]
+    return Scenario(Shape(num_blocks=64, max_tokens=24, max_seqs=8, overlap=overlap, adapters=2), (*arrives, Run(9), Abort(3), Run(5), Abort(12)))
+
+
 FLOOD = Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=1e5, predicted_tokens=3)
 VICTIMS = {  # requests that a policy might starve during the flood
     "one like all others": FLOOD,

@@ -47,6 +47,9 @@ GIVEN = (  # attributes of a request that only the engine may change
 )
 
 
+SLOT_WAIT_S = 0.2  # on the engine's clock
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Constants of the engine. `reuse`: with a prefix cache. `groups`: cache groups (block_tokens, window, pages_per_block), instead of one without a
@@ -63,6 +66,7 @@ class Shape:
     max_in_flight: int = 2
     reuse: bool = False
     pace: float | None = None
+    adapters: int = 0  # slots
     seed: int = 0
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.001
@@ -88,6 +92,7 @@ class Arrive:
     id: str | None = None
     cache_keys: tuple[str, ...] = ()
     as_array: bool = False
+    adapter: str | None = None  # its digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,21 @@ class _WantsDecisions(Observer):
 
 
 @dataclass(slots=True)
+class _Loaded:
+    """An adapter that is ready."""
+
+    digest: str
+    name: str = ""
+    path: str = ""
+
+    def closed(self) -> bool:
+        return False
+
+    def failed(self) -> None:
+        return None
+
+
+@dataclass(slots=True)
 class _Stop:
     """A `TokenWatcher` that ends a request after a number of tokens."""
 
@@ -239,7 +259,7 @@ class World:
         context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_pages, capacity.layout.block_size, shape.seed)
         self.watch = Watch(make(context), context, look)
         hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__, shape.pace)
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__, shape.pace, SLOT_WAIT_S)
         self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
         self.requests: list[LiveRequest] = []
         self.given: dict[Guarded, dict[str, Any]] = {}  # attributes that no policy may change
@@ -335,6 +355,7 @@ class World:
             parent=id.partition(".")[0] if arrive.n > 1 else None,
             cache_keys=arrive.cache_keys,
             sampling=RowSampling(seed=index),
+            adapter=None if arrive.adapter is None else _Loaded(arrive.adapter),
             watchers=() if arrive.stops_after is None else (_Stop(arrive.stops_after, arrive.stop_reason),),
         )
 
@@ -370,7 +391,8 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
         seconds_per_token=shape.seconds_per_token,
         max_lines=0,
     )
-    config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
+    limits = shape.max_seqs, shape.max_tokens
+    config = ExecutorConfig("", "auto", "dummy", None, *limits, 0.9, None, None, False, shape.overlap, 0, max_adapters=shape.adapters)
     return FakeExecutor(options, ExecutorContext(config, clock))
 
 
