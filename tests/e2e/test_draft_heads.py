@@ -17,6 +17,7 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.clock import VirtualClock
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import ConfigError, UnsupportedError
+from dovetail.runtime.draft_head import RunningHead
 from tests.e2e import drafting
 from tests.e2e.reference import checkpoint
 from tests.models.heads import (
@@ -200,6 +201,37 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
     assert first[0] == again[0]
     assert [two - one for one, two in zip(first[1], again[1], strict=True)] == list(first[1])
     assert cached > 0 < first[1][1]
+
+
+@pytest.mark.parametrize("differ", [15, 16, 17])
+def test_drafts_after_a_prefix_hit_are_those_after_a_miss(differ: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if prompts part at the end of a block: the head's K and V of its last token are made of the next one, too."""
+    drafts: list[list[int]] = []
+    propose = RunningHead.propose
+
+    def recorded(head: Any, asked: Any, rows: Any, graphs: Any) -> None:
+        propose(head, asked, rows, graphs)
+        state = head_rows[0]
+        drafts.append(state.token_ids[rows[0], state.known[rows[0]] :][: asked.counts[0]].tolist())
+
+    head_rows: list[Any] = []
+    made = RunningHead.__init__
+    monkeypatch.setattr(RunningHead, "__init__", lambda head, *args: (made(head, *args), head_rows.insert(0, args[-1]))[0])
+    monkeypatch.setattr(RunningHead, "propose", recorded)
+    one = [(11 * i + 5) % 61 for i in range(30)]
+    other = [*one[:differ], 60, *one[differ + 1 :]]
+    with checkpoint(config := target_config(max_position_embeddings=128)) as (directory, _):
+        fields = eagle3_fields(config)
+        head = {"name": "eagle3", "model": str(write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields)))}
+        found = []
+        for prompts in ([other], [one, other]):
+            with engine(directory, head, block_size=8) as running:
+                for prompt in prompts:
+                    drafts.clear()
+                    answers(running, [prompt], 12)
+                found.append(([*drafts], running.stats().cached_tokens))
+    assert found[0][0] == found[1][0], "drafts after a hit"
+    assert found[1][1] == (8 if differ <= 16 else 16)
 
 
 def test_a_model_whose_states_cannot_be_read_is_refused(tmp_path: Path) -> None:

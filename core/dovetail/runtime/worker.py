@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,8 @@ class Worker:
         chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
         planned = kv_layout(chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes)
+        if isinstance(drafting, HeadPlan):
+            planned = replace(planned, layout=replace(planned.layout, reads_next=True))
         states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device) if sizes else None
         pool = KVPool(planned, device, states)
         layout = planned.layout
