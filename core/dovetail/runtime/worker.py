@@ -65,8 +65,8 @@ class Worker:
         """
         config = self.context.config
         plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
-        if config.max_drafts and plan.states:
-            raise UnsupportedError("speculation: this model has recurrent layers, whose states can't take back a rejected draft")
+        if config.max_drafts and (stuck := [spec.index for spec in plan.states if not all(tensor.takes_drafts for tensor in spec.tensors)]):
+            raise UnsupportedError(f"speculation: the states of layer {stuck[0]} can't take back a rejected draft (StateTensor.heads)")
         drafting: DraftPlan | HeadPlan | None
         if config.draft_head is not None:
             drafting = HeadPlan.of(config, plan, self.group)
@@ -78,7 +78,8 @@ class Worker:
         planned = kv_layout(chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes)
         if isinstance(drafting, HeadPlan):
             planned = replace(planned, layout=replace(planned.layout, reads_next=True))
-        states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device) if sizes else None
+        max_lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens) if config.max_drafts else 0
+        states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device, max_lines) if sizes else None
         pool = KVPool(planned, device, states)
         layout = planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
