@@ -18,6 +18,7 @@ from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
 from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.nn.kernels.available import runs_kernels
 from dovetail.nn.moe import Experts
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
@@ -233,6 +234,8 @@ class Worker:
         config = self.context.config
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
             return None
+        if config.max_drafts and self._running().rows.states is not None and not runs_kernels(device):
+            return None  # torch's operations on states with drafts ask the device how many there are
         graphs = Graphs.of(self._running().parts, splitter, config.max_num_batched_tokens, _parameters_of_a_token(model))
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
