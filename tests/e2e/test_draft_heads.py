@@ -34,6 +34,7 @@ from tests.models.heads import (
     write_chained_eagle3,
     write_eagle3,
 )
+from tests.models.hybrids import qwen3_5, qwen3_next
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
 from tests.runtime.demo import DEMO
@@ -73,10 +74,13 @@ PROMPTS = [[1, 2, 3], [7], [9, 9, 4, 1, 30, 2, 8, 5, 11, 6, 3, 20, 17, 1, 1, 2, 
 SMALL = {"block_size": 8, "executor": {"name": "free", "num_blocks": 14}}
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL])
-def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(limits: dict[str, Any]) -> None:
+LIMITS = [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL]
+
+
+@pytest.mark.parametrize(("family", "limits"), [*((glm4_moe, limits) for limits in LIMITS), (qwen3_5, LIMITS[1]), (qwen3_next, LIMITS[0])])
+def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(family: Any, limits: dict[str, Any]) -> None:
     """It passes the embedding through, of which the model's own output layer makes the token after it: any other token would be wrong."""
-    with chained(glm4_moe(**CHAINED), mtp=True) as directory, engine(directory, "mtp", **limits) as running:
+    with chained(family(**CHAINED, tie_word_embeddings=False), mtp=True) as directory, engine(directory, "mtp", **limits) as running:
         got = answers(running, PROMPTS)
         drafts, accepted = shares(running.stats())
         assert running.stats().preemptions > 0 or "block_size" not in limits
