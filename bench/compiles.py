@@ -223,13 +223,17 @@ def launch_experts_of_float8(dtype: torch.dtype) -> None:
 
 
 def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
-    """A recurrent layer without its projections: a step of single tokens, and one of a prefill, too."""
-    bound = bind_states([shape.spec(0)], 2, dtype)
+    """A recurrent layer without its projections: a step of single tokens, one of a prefill, too, and one with drafts, which are accepted."""
+    bound = bind_states([shape.spec(0)], 2, dtype, max_lines=8)
     state, is_delta = bound.layers[0], isinstance(shape, DeltaShape)
     heads, size = (shape.v_heads, shape.v_size) if isinstance(shape, DeltaShape) else (shape.heads, shape.head_size)
     gates, weight = torch.zeros(heads), torch.zeros(shape.conv_channels, shape.kernel, dtype=dtype)
-    for lengths in ([1, 1], [1, 70]):
-        bound.plan([0, 1], lengths, [9, 0])
+    for lengths, drafts in (([1, 1], None), ([1, 70], None), ([4, 2], [3, 1])):
+        checked = None
+        if drafts is None:
+            bound.plan([0, 1], lengths, [9, 0])
+        else:
+            checked = bound.plan_drafts([0, 1], lengths, [9, 5], drafts)
         x, a = torch.zeros(sum(lengths), shape.conv_channels, dtype=dtype), torch.zeros(sum(lengths), heads, dtype=dtype)
         y = short_conv.short_conv(x, weight, None if is_delta else weight[:, 0].contiguous(), state, 0)
         if isinstance(shape, DeltaShape):
@@ -238,6 +242,7 @@ def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
             y = mamba2.mamba2(y, a, gates, gates, gates, (0.0, 1.0), shape, state, 1)
         y = y.flatten(1)
         gated_norm.gated_norm(y, y, y[0, :size].contiguous(), 1e-6, size, norm_before_gate=is_delta)
+        bound.accept(checked, [11, 6])
 
 
 def launch_formats(dtype: torch.dtype, arch: int) -> None:

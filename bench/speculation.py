@@ -3,11 +3,13 @@
     python -m bench.speculation --rows 1 8 64 --drafter none oracle --max-drafts 4
     python -m bench.speculation --rows 1 8 64 256 --drafter none adversary
     python -m bench.speculation --work edit --rows 1 8 --drafter none suffix ngram --max-drafts 8 --json out.json
+    python -m bench.speculation --drafter none eagle3 --max-drafts 4 --acceptance 0.85
 
 Random weights in the model's true shape, bfloat16. With random weights no drafter could be right, so the answers are forced: the sampler draws as
 ever, and then returns the token of a rule that `answer_id` states. The oracle knows the rule, the adversary is always wrong. Answers of the work
-`fixed` can't be found in the prompts; those of `edit` are the prompt, with every 23rd token replaced and every 64th left out. One warm-up call, then
-three timed runs; each drafter runs in a process of its own.
+`fixed` can't be found in the prompts; those of `edit` are the prompt, with every 23rd token replaced and every 64th left out. `eagle3` is a head of
+random weights in the true shape of those for the model; its drafts are right at a share of all positions (`--acceptance`): with four drafts and 0.85,
+3.7 tokens a step. One warm-up call, then three timed runs; each drafter runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 
 from bench.apart import apart
 from bench.limits import require_gpu
-from bench.shapes import SHAPES, write_checkpoint
+from bench.shapes import SHAPES, Shape, write_checkpoint
 from dovetail.api.component import ComponentSpec, hookimpl
 from dovetail.api.drafter import Drafter
 from dovetail.api.sampler import Capture, Lines, SampledTokens
@@ -39,6 +41,9 @@ REPLACED, LEFT_OUT = 23, 64
 RUNS = 3
 DRAFTERS = {"none": None, "oracle": "dovetail-bench-speculation:oracle", "adversary": "dovetail-bench-speculation:adversary"}
 EDITS = True  # set by `--work`
+ACCEPTANCE = 1.0  # share of positions at which a draft of a head is right
+DRAFT_VOCAB = 32_000
+NOT_DRAFTED = 1  # an id that no head of random weights drafts: its ids are apart by vocab // DRAFT_VOCAB
 
 
 def answer_id(prompt: Any, prompt_len: Any, position: Any, edits: bool) -> Any:
@@ -53,19 +58,25 @@ class ForcedSampler(DefaultSampler):
     """Draws as the default sampler does, then returns the answers' ids."""
 
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        is_draft = logits[:, NOT_DRAFTED].isneginf()
         sampled = super().sample(logits, lines, host_rows)
-        return SampledTokens(self._forced(lines, sampled.token_ids), sampled.logprobs)
+        return SampledTokens(self._forced(lines, sampled.token_ids, is_draft), sampled.logprobs)
 
     def sample_captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
+        is_draft = logits[:, NOT_DRAFTED].isneginf()
         sampled = super().sample_captured(logits, lines, capture)
-        return SampledTokens(self._forced(lines, sampled.token_ids), sampled.logprobs)
+        return SampledTokens(self._forced(lines, sampled.token_ids, is_draft), sampled.logprobs)
 
-    def _forced(self, lines: Lines, drawn: torch.Tensor) -> torch.Tensor:
+    def _forced(self, lines: Lines, drawn: torch.Tensor, is_draft: torch.Tensor) -> torch.Tensor:
         history = self.context.history
         prompt_lens = history.prompt_lens[lines.rows].long().clamp(min=1)
         positions = history.lengths(lines).long() - prompt_lens
         ids = history.token_ids
-        return answer_id(lambda i: ids[lines.rows, i.clamp(min=0)].long(), prompt_lens, positions, EDITS) + 0 * drawn
+        right = answer_id(lambda i: ids[lines.rows, i.clamp(min=0)].long(), prompt_lens, positions, EDITS) + 0 * drawn
+        if ACCEPTANCE == 1:
+            return right
+        chance = ((positions * 2_654_435_761 + lines.rows * 40_503) >> 8) % 1000
+        return (right + (is_draft & (chance >= 1000 * ACCEPTANCE))) % MAX_ID
 
 
 class Oracle(Drafter):
@@ -107,12 +118,35 @@ def install(directory: Path) -> None:
     sys.path.insert(0, str(directory))
 
 
-def run(directory: str, drafter: str, rows: int, lens: tuple[int, int], max_drafts: int, temperature: float, edits: bool) -> dict[str, Any]:
-    """Measure one engine. Its answers are checked against the rule."""
+def write_head(shape: Shape, directory: Path) -> None:
+    """config.json of an EAGLE-3 head for a model of this shape: one layer as the model's, without norms of heads."""
+    layer = {
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": shape.rope_theta,
+        "max_position_embeddings": shape.max_len,
+    }
+    config = {"speculators_model_type": "eagle3", "draft_vocab_size": DRAFT_VOCAB, "norm_before_residual": True, "transformer_layer_config": layer}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def run(
+    directory: str, drafter: Any, rows: int, lens: tuple[int, int], max_drafts: int, temperature: float, edits: bool, acceptance: float
+) -> dict[str, Any]:
+    """Measure one engine. Its answers are checked against the rule. `drafter`: its name, or what `speculation.drafter` is."""
     import bench.speculation as home  # components are made from this module, not from `__main__`
     from dovetail import LLM, SamplingParams
 
-    home.EDITS = edits
+    home.EDITS, home.ACCEPTANCE = edits, acceptance
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "bfloat16",
@@ -121,7 +155,7 @@ def run(directory: str, drafter: str, rows: int, lens: tuple[int, int], max_draf
         "sampler": "dovetail-bench-speculation:forced",
     }
     if drafter != "none":
-        settings["speculation"] = {"drafter": DRAFTERS.get(drafter, drafter), "max_drafts": max_drafts}
+        settings["speculation"] = {"drafter": drafter if isinstance(drafter, dict) else DRAFTERS.get(drafter, drafter), "max_drafts": max_drafts}
     with LLM(directory, **settings) as llm:
         params = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=lens[1], detokenize=False)
         times, wrong = [], 0
@@ -145,7 +179,7 @@ def run(directory: str, drafter: str, rows: int, lens: tuple[int, int], max_draf
         raise SystemExit(f"{drafter}, {rows} rows: {wrong} answers are wrong")
     median = statistics.median(times)
     return {
-        "drafter": drafter,
+        "drafter": drafter["name"] if isinstance(drafter, dict) else drafter,
         "rows": rows,
         "lens": lens,
         "tok_s": rows * lens[1] / median,
@@ -162,10 +196,11 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1])
     parser.add_argument("--lens", nargs=2, type=int, default=(500, 256), metavar=("PROMPT", "OUTPUT"))
-    parser.add_argument("--drafter", nargs="+", default=["none", "oracle"], help="oracle, adversary, or an installed one")
+    parser.add_argument("--drafter", nargs="+", default=["none", "oracle"], help="oracle, adversary, eagle3, or another installed one")
     parser.add_argument("--max-drafts", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--work", choices=("fixed", "edit"), default="fixed")
+    parser.add_argument("--acceptance", type=float, default=1.0, help="share of positions at which the drafts of eagle3 are right")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
@@ -175,10 +210,14 @@ def main() -> None:
         checkpoint = Path(directory, "model")
         checkpoint.mkdir()
         write_checkpoint(SHAPES[args.shape], checkpoint, None)
+        write_head(SHAPES[args.shape], Path(directory, "head"))
+        eagle3 = {"name": "eagle3", "model": str(Path(directory, "head"))}
         for rows in args.rows:
             plain = 0.0
             for drafter in args.drafter:
-                row = apart(run, str(checkpoint), drafter, rows, tuple(args.lens), args.max_drafts, args.temperature, args.work == "edit")
+                chosen = eagle3 if drafter == "eagle3" else drafter
+                settings = tuple(args.lens), args.max_drafts, args.temperature, args.work == "edit", args.acceptance
+                row = apart(run, str(checkpoint), chosen, rows, *settings)
                 plain = row["tok_s"] if drafter == "none" else plain
                 row["times_plain"] = row["tok_s"] / plain if plain else None
                 results.append(row)

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from bench.soak import serving
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
@@ -31,6 +30,7 @@ from dovetail_cluster.settings import load_cluster
 from tests.conformance import fewer
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
 from tests.registry.fakes import Site, modules_forgotten
+from tests.server.serving import serving_in_threads
 from tests.support import FULL
 
 OWN_TEST = {"docs/write-a-scheduler.md"}  # test_write_a_scheduler.py installs what it describes
@@ -53,7 +53,7 @@ Server = Callable[[], str]  # starts a server of the demo model, once, and retur
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with ExitStack() as stack:
-        yield cache(lambda: stack.enter_context(serving("demo")).url)
+        yield cache(lambda: stack.enter_context(serving_in_threads({"model": "demo"})))
 
 
 @pytest.fixture

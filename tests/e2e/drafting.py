@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pydantic import BaseModel
 
 from dovetail.api.drafter import Drafter, DrafterContext
-from dovetail.api.executor import Capacity, Result
+from dovetail.api.executor import Capacity, ExecutorContext, Result
 from dovetail.request import Request
-from dovetail.runtime.runner import PendingStep
 from dovetail_executors.local import LocalExecutor
+from dovetail_executors.tensor import TensorExecutor
 from tests.registry.fakes import Site, components
 
 Answers = Mapping[tuple[int, ...], Sequence[Sequence[int]]]  # prompt -> what its requests generate
@@ -22,16 +23,26 @@ STEP_S = 0.01
 NAMES = ("oracle", "alternating", "moody", "random")
 
 
-class FreeLines(LocalExecutor):
-    """As `local`, but advances a virtual clock by the same time for each step. So drafts are checked as long as there is hope."""
+class Free:
+    """Advances a virtual clock by the same time for each step, however many lines it has. So drafts are checked as long as there is hope."""
+
+    context: ExecutorContext
 
     def start(self) -> Capacity:
-        return replace(super().start(), line_costs=((1, STEP_S), (1024, STEP_S)))
+        return replace(super().start(), line_costs=((1, STEP_S), (1024, STEP_S)))  # type: ignore[misc]
 
-    def collect(self, handle: PendingStep) -> Result:
-        result, started = super().collect(handle), self.context.clock.now()
+    def collect(self, handle: Any) -> Result:
+        result, started = super().collect(handle), self.context.clock.now()  # type: ignore[misc]
         self.context.clock.wait_until(started + STEP_S)
         return replace(result, started=started, ended=started + STEP_S)
+
+
+class FreeLines(Free, LocalExecutor):
+    pass
+
+
+class FreeRanks(Free, TensorExecutor):
+    pass
 
 
 class Oracle(Drafter):
@@ -88,5 +99,9 @@ class Random(Oracle):
 def install(site: Site) -> None:
     """Offer all of them as the distribution dovetail-drafting."""
     drafters = [f'kind="drafter", api="0.2", name={name!r}, target="tests.e2e.drafting:{name.title()}"' for name in NAMES]
-    executor = 'kind="executor", name="free", api="0.7", target="tests.e2e.drafting:FreeLines", options="dovetail_executors.options:LocalOptions"'
-    site.install("dovetail-drafting", modules={"drafting_plugin": components(*drafters, executor)})
+    of_executors = 'kind="executor", api="0.7", options="dovetail_executors.options:'
+    executors = [
+        f'{of_executors}LocalOptions", name="free", target="tests.e2e.drafting:FreeLines"',
+        f'{of_executors}TensorOptions", name="free-ranks", target="tests.e2e.drafting:FreeRanks"',
+    ]
+    site.install("dovetail-drafting", modules={"drafting_plugin": components(*drafters, *executors)})

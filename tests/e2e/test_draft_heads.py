@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.api.clock import VirtualClock
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import ConfigError, UnsupportedError
+from dovetail.runtime.draft_head import RunningHead
+from dovetail.runtime.model_files import read_config
 from tests.e2e import drafting
 from tests.e2e.reference import checkpoint
+from tests.e2e.test_draft_model import SEEDS, drafting_engine
+from tests.e2e.test_speculation import MODEL, answers_of, require_same
+from tests.e2e.test_speculation import WAYS as ALL_WAYS
 from tests.models.heads import (
+    CHAINED,
     add_tensors,
+    chained,
     eagle3_fields,
     eagle3_tensors,
     glm4_moe,
@@ -28,49 +31,19 @@ from tests.models.heads import (
     mtp_model,
     mtp_tensors,
     target_config,
+    write_chained_eagle3,
     write_eagle3,
 )
+from tests.models.hybrids import qwen3_5, qwen3_next
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
+from tests.runtime.demo import DEMO
 from tests.support import FULL
-
-SIZE = 32  # of the vocabulary and of hidden states, so that each token can have a direction of its own
-ZEROED = ("o_proj.weight", "down_proj.weight")
-GLM = {"hidden_size": SIZE, "vocab_size": SIZE, "rms_norm_eps": 1e-6, "max_position_embeddings": 128}
 
 
 @pytest.fixture(autouse=True)
 def _installed(site: Site) -> None:  # noqa: F811
     drafting.install(site)
-
-
-def chain(tensors: dict[str, torch.Tensor]) -> None:
-    """Make of a model's tensors one whose state is the direction of the last token, and in which token t is followed by 5 t + 3."""
-    for name, tensor in tensors.items():
-        if name.endswith(ZEROED):
-            tensor.zero_()
-        if "norm" in name:
-            tensor.fill_(1.0)
-    tensors["model.embed_tokens.weight"].copy_(torch.eye(SIZE) * SIZE**0.5)
-    tensors["lm_head.weight"].copy_(follow(torch.eye(SIZE), 1))
-
-
-def follow(matrix: torch.Tensor, times: int) -> torch.Tensor:
-    """Move row t of a matrix to the token that comes `times` tokens after t."""
-    index = torch.arange(SIZE)
-    for _ in range(times):
-        index = (5 * index + 3) % SIZE
-    return torch.zeros_like(matrix).index_copy_(0, index, matrix)
-
-
-@contextmanager
-def chained(config: Any) -> Iterator[Path]:
-    """A checkpoint of such a model."""
-    with checkpoint(config) as (directory, _):
-        tensors = load_file(directory / "model.safetensors")
-        chain(tensors)
-        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-        yield directory
 
 
 def engine(directory: Path, drafter: Any, max_drafts: int = 4, **changes: Any) -> LLMEngine:
@@ -101,52 +74,31 @@ PROMPTS = [[1, 2, 3], [7], [9, 9, 4, 1, 30, 2, 8, 5, 11, 6, 3, 20, 17, 1, 1, 2, 
 SMALL = {"block_size": 8, "executor": {"name": "free", "num_blocks": 14}}
 
 
-@pytest.mark.parametrize("limits", [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL])
-def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(limits: dict[str, Any]) -> None:
+LIMITS = [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL]
+
+
+@pytest.mark.parametrize(("family", "limits"), [*((glm4_moe, limits) for limits in LIMITS), (qwen3_5, LIMITS[1]), (qwen3_next, LIMITS[0])])
+def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(family: Any, limits: dict[str, Any]) -> None:
     """It passes the embedding through, of which the model's own output layer makes the token after it: any other token would be wrong."""
-    with chained(config := glm4_moe(**GLM)) as directory:
-        head = mtp_tensors(mtp_model(build_reference(config)))
-        for name, tensor in head.items():
-            if name.endswith(ZEROED):
-                tensor.zero_()
-            if "norm" in name:
-                tensor.fill_(1.0)
-        head["model.layers.2.eh_proj.weight"].copy_(torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), dim=1))
-        add_tensors(directory, head)
-        with engine(directory, "mtp", **limits) as running:
-            got = answers(running, PROMPTS)
-            drafts, accepted = shares(running.stats())
-            assert running.stats().preemptions > 0 or "block_size" not in limits
+    with chained(family(**CHAINED, tie_word_embeddings=False), mtp=True) as directory, engine(directory, "mtp", **limits) as running:
+        got = answers(running, PROMPTS)
+        drafts, accepted = shares(running.stats())
+        assert running.stats().preemptions > 0 or "block_size" not in limits
     for prompt, [tokens] in zip(PROMPTS, got, strict=True):
         for before, token in zip([prompt[-1], *tokens], tokens, strict=False):
-            assert token == (5 * before + 3) % SIZE
+            assert token == (5 * before + 3) % 32
     assert drafts == accepted > 60
 
 
 @pytest.mark.parametrize("tap", [0, 1])
 def test_an_eagle3_head_that_reads_the_right_state_is_always_right(tap: int, tmp_path: Path) -> None:
     """It makes its first draft of the state alone: two tokens after the state's own. So the state of any other token would be wrong."""
-    with chained(config := glm4_moe(**GLM)) as directory:
-        fields = eagle3_fields(config, eagle_aux_hidden_state_layer_ids=[tap], draft_vocab_size=SIZE)
-        head = eagle3_tensors(fields, embedding=False)
-        for name, tensor in head.items():
-            if name.endswith(ZEROED):
-                tensor.zero_()
-            if "norm" in name:
-                tensor.fill_(1.0)
-        head["fc.weight"].copy_(torch.eye(SIZE))
-        head["lm_head.weight"].copy_(follow(torch.eye(SIZE), 2))
-        write_eagle3(tmp_path / "head", fields, head)
+    with chained(config := glm4_moe(**CHAINED)) as directory:
+        write_chained_eagle3(tmp_path / "head", config, tap)
         with engine(directory, {"name": "eagle3", "model": str(tmp_path / "head")}, max_drafts=1) as running:
             answers(running, PROMPTS)
             drafts, accepted = shares(running.stats())
     assert drafts == accepted > 40
-
-
-def build_reference(config: Any) -> Any:
-    from tests.models.oracle import reference
-
-    return reference(config).eval()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -186,6 +138,20 @@ def test_answers_are_those_without_drafts(drafter: str, way: str, tmp_path: Path
     assert stats.preemptions > 0 or way != "small memory"
 
 
+@pytest.mark.parametrize("way", ALL_WAYS if FULL else ["small memory"])
+def test_random_requests_get_the_answers_that_they_get_without_drafts(way: str, tmp_path: Path) -> None:
+    """Filters, penalties, stop strings, grammars, several samples: those of `test_draft_model`."""
+    fields, seeds = eagle3_fields(read_config(DEMO)), SEEDS if FULL else SEEDS[:2]
+    head = write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))
+    with LLMEngine.from_config(MODEL) as plain:
+        expected = answers_of(plain, seeds)
+    with drafting_engine(way, {"name": "eagle3", "model": str(head)}) as running:
+        for _ in range(2):  # the second time it finds prefixes that it has computed
+            for seed, output, right in zip(seeds, answers_of(running, seeds), expected, strict=True):
+                require_same(output, right, f"request {seed}")
+        assert running.stats().draft_tokens > 0
+
+
 def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
     config, prompt = glm4_moe(max_position_embeddings=128), [(11 * i + 5) % 61 for i in range(33)]
     with checkpoint(config) as (directory, model):
@@ -200,6 +166,37 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
     assert first[0] == again[0]
     assert [two - one for one, two in zip(first[1], again[1], strict=True)] == list(first[1])
     assert cached > 0 < first[1][1]
+
+
+@pytest.mark.parametrize("differ", [15, 16, 17])
+def test_drafts_after_a_prefix_hit_are_those_after_a_miss(differ: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if prompts part at the end of a block: the head's K and V of its last token are made of the next one, too."""
+    drafts: list[list[int]] = []
+    propose = RunningHead.propose
+
+    def recorded(head: Any, asked: Any, rows: Any, graphs: Any) -> None:
+        propose(head, asked, rows, graphs)
+        state = head_rows[0]
+        drafts.append(state.token_ids[rows[0], state.known[rows[0]] :][: asked.counts[0]].tolist())
+
+    head_rows: list[Any] = []
+    made = RunningHead.__init__
+    monkeypatch.setattr(RunningHead, "__init__", lambda head, *args: (made(head, *args), head_rows.insert(0, args[-1]))[0])
+    monkeypatch.setattr(RunningHead, "propose", recorded)
+    one = [(11 * i + 5) % 61 for i in range(30)]
+    other = [*one[:differ], 60, *one[differ + 1 :]]
+    with checkpoint(config := target_config(max_position_embeddings=128)) as (directory, _):
+        fields = eagle3_fields(config)
+        head = {"name": "eagle3", "model": str(write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields)))}
+        found = []
+        for prompts in ([other], [one, other]):
+            with engine(directory, head, block_size=8) as running:
+                for prompt in prompts:
+                    drafts.clear()
+                    answers(running, [prompt], 12)
+                found.append(([*drafts], running.stats().cached_tokens))
+    assert found[0][0] == found[1][0], "drafts after a hit"
+    assert found[1][1] == (8 if differ <= 16 else 16)
 
 
 def test_a_model_whose_states_cannot_be_read_is_refused(tmp_path: Path) -> None:

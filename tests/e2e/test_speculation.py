@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from dovetail import LLMEngine, SamplingParams, Structured
 from dovetail.api.clock import VirtualClock
 from dovetail.front.outputs import RequestOutput
 from tests.e2e import drafting
+from tests.e2e.reference import checkpoint
+from tests.models import hybrids
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
 from tests.support import FULL
@@ -79,6 +84,26 @@ def request(seed: int) -> tuple[str, SamplingParams]:
     return prompt, SamplingParams(**params)
 
 
+def moe(**fields: Any) -> Any:
+    sizes = {"num_hidden_layers": 2, "intermediate_size": 32, "head_dim": 8, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    return Qwen3MoeConfig(**{**hybrids.SHAPE, **sizes, **fields})
+
+
+# Models with random weights and the demo model's vocabulary: with recurrent layers, and with experts
+OTHERS: dict[str, Callable[..., Any]] = {**hybrids.FAMILIES, "moe": moe}
+EACH_OF_OTHERS = 12 if FULL else 6
+TRIPLES = (
+    list(product(OTHERS, ["oracle", "alternating", "moody", "ngram"], [*WAYS, "two ranks"]))
+    if FULL  # another 2,352 requests
+    else [
+        ("qwen3_next", "alternating", "small steps"),
+        ("granite", "moody", "small memory"),
+        ("moe", "oracle", "overlap"),
+        ("nemotron_h", "oracle", "two ranks"),
+    ]
+)
+
+
 def seeds_of(pair: tuple[str, str]) -> range:
     start = EACH * PAIRS.index(pair)
     return range(start, start + EACH)
@@ -103,13 +128,17 @@ def answers_of(engine: LLMEngine, seeds: Sequence[int]) -> list[RequestOutput]:
     return [outputs[str(seed)] for seed in seeds]
 
 
+def by_prompt(outputs: Sequence[RequestOutput]) -> drafting.Answers:
+    answers: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for output in outputs:
+        answers.setdefault(tuple(output.prompt_token_ids), []).extend(sample.token_ids for sample in output.outputs)
+    return answers
+
+
 @pytest.mark.parametrize(("drafter", "way"), PAIRS)
 def test_answers_are_those_without_drafts(drafter: str, way: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     drafting.install(site)
-    answers: dict[tuple[int, ...], list[Sequence[int]]] = {}
-    for output in without():
-        answers.setdefault(tuple(output.prompt_token_ids), []).extend(sample.token_ids for sample in output.outputs)
-    monkeypatch.setattr(drafting, "ANSWERS", answers)
+    monkeypatch.setattr(drafting, "ANSWERS", by_prompt(without()))
     config = {**MODEL, **WAYS[way], "executor": {"name": "free", **WAYS[way]["executor"]}}
     with LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0}) as engine:
         seeds = seeds_of((drafter, way))
@@ -118,6 +147,44 @@ def test_answers_are_those_without_drafts(drafter: str, way: str, site: Site, mo
                 require_same(output, without()[seed], f"request {seed}: {request(seed)}")
         stats = engine.stats()
     assert stats.draft_tokens > sum(stats.accepted_drafts) > 0 or drafter == "random"  # whose drafts are only compared, if none seems to pay
+    assert stats.preemptions > 0 or way != "small memory"
+
+
+@pytest.fixture(scope="module")
+def directories() -> Iterator[Callable[[str], Path]]:
+    """Checkpoints of `OTHERS`, made when they are needed."""
+    with ExitStack() as stack:
+        yield cache(lambda name: stack.enter_context(checkpoint(OTHERS[name](vocab_size=1024)))[0])
+
+
+@pytest.mark.parametrize(("model", "drafter", "way"), TRIPLES)
+def test_answers_of_other_models_are_those_without_drafts(
+    model: str,
+    drafter: str,
+    way: str,
+    directories: Callable[[str], Path],
+    site: Site,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafting.install(site)
+    plain = {"model": str(directories(model)), "tokenizer": "demo", "dtype": "float32", "max_model_len": 96, "block_size": 8}
+    first = 1000 + EACH_OF_OTHERS * TRIPLES.index((model, drafter, way))
+    seeds = range(first, first + EACH_OF_OTHERS)
+    with LLMEngine.from_config(plain) as engine:
+        expected, layout = answers_of(engine, seeds), engine.core.kv.context.layout
+    monkeypatch.setattr(drafting, "ANSWERS", by_prompt(expected))
+    config: dict[str, Any] = {**plain, **WAYS.get(way, {}), "executor": {"name": "free", **WAYS.get(way, {}).get("executor", {})}}
+    if way == "two ranks":
+        config["executor"] = {"name": "free-ranks", "size": 2, "device": "cpu", "max_in_flight": 2}
+    elif way == "small memory":
+        config["executor"]["num_blocks"] = layout.most_pages(96, 96) + layout.state_pages
+    with LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0}) as engine:
+        for _ in range(2):  # the second time it finds prefixes that it has computed
+            for seed, output, other in zip(seeds, answers_of(engine, seeds), expected, strict=True):
+                require_same(output, other, f"request {seed}: {request(seed)}")
+        stats = engine.stats()
+    assert sum(stats.accepted_drafts) > 0 or drafter == "ngram"
+    assert stats.draft_tokens > sum(stats.accepted_drafts) or drafter == "oracle"
     assert stats.preemptions > 0 or way != "small memory"
 
 

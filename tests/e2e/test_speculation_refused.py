@@ -11,7 +11,9 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.drafter import Drafter, ModelDrafter
 from dovetail.api.executor import Capacity, ExecutorCapabilities
 from dovetail.api.sampler import SamplerCapabilities
+from dovetail.api.state import StateSpec, StateTensor
 from dovetail.errors import PluginError, UnsupportedError
+from dovetail.nn.state import DeltaShape
 from dovetail_executors.local import LocalExecutor
 from dovetail_samplers.default import DefaultSampler
 from tests.e2e.reference import checkpoint
@@ -80,8 +82,12 @@ def test_what_cannot_be_is_refused_by_name(config: dict[str, Any], error: type[E
         LLMEngine.from_config({"model": "demo", "max_model_len": 64, "speculation": {"max_drafts": 8}, **config})
 
 
-def test_models_with_recurrent_layers_are_refused() -> None:
-    with checkpoint(hybrids.qwen3_next()) as (directory, _), pytest.raises(UnsupportedError, match="recurrent layers, whose states can't take back"):
+def test_states_that_say_not_what_a_token_changes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeltaShape, "spec", lambda shape, index: StateSpec(index, (StateTensor(shape.v_heads * shape.v_size, shape.k_size),)))
+    with (
+        checkpoint(hybrids.qwen3_next()) as (directory, _),
+        pytest.raises(UnsupportedError, match="states of layer 0 can't take back a rejected draft"),
+    ):
         LLMEngine.from_config({"model": str(directory), "max_model_len": 64, "speculation": {}})
 
 

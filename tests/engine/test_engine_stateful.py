@@ -26,7 +26,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     groups = tuple((unit * draw(st.sampled_from([1, 1, 2])), window, draw(st.sampled_from([1, 1, 3]))) for window in windows)
     layout = KVLayout(tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none")
     drafter = draw(st.sampled_from([None, None, None, *DRAFTERS]))
-    state_pages = draw(st.sampled_from([0, 0, 0, 1, 3])) if drafter is None else 0
+    state_pages = draw(st.sampled_from([0, 0, 0, 1, 3]))
     return Shape(
         num_blocks=layout.most_pages(max_model_len, max_tokens) + state_pages + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
         groups=groups,

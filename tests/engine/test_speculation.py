@@ -66,9 +66,10 @@ def test_tokens_are_those_without_drafts(drafter: str, overlap: bool) -> None:
     assert sum(drafts_of(world)) > 0
 
 
+@pytest.mark.parametrize("state_pages", [0, 1])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_preempted_requests_go_on_with_the_same_tokens(drafter: str) -> None:
-    world = World(shape=replace(FREE, drafter=drafter, num_blocks=14, max_seqs=6))
+def test_preempted_requests_go_on_with_the_same_tokens(drafter: str, state_pages: int) -> None:
+    world = World(shape=replace(FREE, drafter=drafter, num_blocks=14, max_seqs=6, state_pages=state_pages))
     for index in range(6):
         world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=25, rule=4 if index == 3 else None))
     world.drain(check=True)
@@ -76,16 +77,19 @@ def test_preempted_requests_go_on_with_the_same_tokens(drafter: str) -> None:
     assert sum(drafts_of(world)) > 0
 
 
+@pytest.mark.parametrize("state_pages", [0, 2])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_no_block_that_a_lookup_finds_holds_a_rejected_draft(drafter: str) -> None:
-    world = World(shape=replace(FREE, drafter=drafter, num_blocks=256))
-    said: tuple[int, ...] = PROMPT
+def test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft(drafter: str, state_pages: int) -> None:
+    """Of recurrent states, checkpoints are those of prompts: a turn finds what the one before it has read."""
+    world = World(shape=replace(FREE, drafter=drafter, num_blocks=256, state_pages=state_pages))
+    read = said = PROMPT
     for turn in range(5):  # each prompt begins with all that was said before
         world.add(Spec(f"turn {turn}", said, max_tokens=14))
         world.drain(check=True)
         request = world.requests[f"turn {turn}"]
-        assert turn == 0 or request.cached_tokens >= (len(said) - 2) // 4 * 4, "the answer before was found, as far as it was computed"
-        said = (*said, *world.tokens[request.id], turn)
+        found = len(read) - 1 if state_pages else len(said) - 2
+        assert turn == 0 or request.cached_tokens >= found // 4 * 4, "the answer before was found, as far as it was computed"
+        read, said = said, (*said, *world.tokens[request.id], turn)
 
 
 def test_an_oracle_saves_steps_and_an_adversary_costs_none() -> None:

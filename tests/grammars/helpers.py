@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -37,6 +38,17 @@ def takes(grammar: Grammar, text: str) -> bool:
     """True if `text` is a whole answer."""
     matcher = at(grammar, text)
     return matcher is not None and matcher.accept(STOP)
+
+
+def answers(at: Callable[[str], Matcher | None], parts: Sequence[str], most: int, end: Sequence[int] = (STOP,)) -> set[str]:
+    """Return the texts of up to `most` parts behind which `end` may come. What can't be written isn't continued."""
+    found: set[str] = set()
+    texts = [""]
+    for _ in range(most + 1):
+        reached = [(text, matcher) for text in texts if (matcher := at(text)) is not None]
+        found |= {text for text, matcher in reached if all(matcher.accept(token) for token in end)}
+        texts = [text + part for text, _ in reached for part in parts]
+    return found
 
 
 def mask(matcher: Matcher) -> set[int]:

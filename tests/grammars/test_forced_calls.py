@@ -9,11 +9,12 @@ from itertools import product
 
 import pytest
 
-from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import RequestError
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
 from dovetail_grammars.xgrammar_backend import XGrammar
+from tests.grammars.helpers import answers
 from tests.support import FULL
 
 ALPHABET = ["a", "<", "f", "1", ">"]
@@ -28,9 +29,15 @@ FORMS = {
 }
 
 
-def accepts(grammar: Grammar, text: str) -> bool:
+def at(grammar: Grammar, text: str) -> Matcher | None:
+    """Return a matcher behind `text`; None if it can't be written."""
     matcher = grammar.begin()
-    return all(matcher.accept(ALPHABET.index(letter)) for letter in text) and matcher.accept(5)
+    return matcher if all(matcher.accept(ALPHABET.index(letter)) for letter in text) else None
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    matcher = at(grammar, text)
+    return matcher is not None and matcher.accept(5)
 
 
 @pytest.mark.parametrize("kind", [LLGuidance, XGrammar])
@@ -52,10 +59,11 @@ def test_with_a_separator_there_is_no_free_text(kind: type[GrammarBackend], sepa
     backend = kind(GrammarOptions(), CONTEXT)
     tag = {"structures": STRUCTURES, "triggers": ["<f", "<a"], "at_least_one": flags[0], "stop_after_first": flags[1], "separator": separator}
     several = ONE if flags[1] else rf"{ONE}(?:{separator}{ONE})*"
-    texts = ["".join(parts) for size in range(6 if FULL else 5) for parts in product(["<f1>", "<a1>", "a", "1>", "<"], repeat=size)]
+    parts, most = ["<f1>", "<a1>", "a", "1>", "<"], 5 if FULL else 4
+    texts = ["".join(chosen) for size in range(most + 1) for chosen in product(parts, repeat=size)]
     grammar = backend.compile(GrammarSpec("structural_tag", json.dumps(tag)))
-    wrong = [text for text in texts if accepts(grammar, text) != bool(re.fullmatch(several if flags[0] else f"(?:{several})?", text))]
-    assert not wrong
+    wanted = {text for text in texts if re.fullmatch(several if flags[0] else f"(?:{several})?", text)}
+    assert answers(lambda text: at(grammar, text), parts, most, end=(5,)) == wanted
 
 
 @pytest.mark.parametrize("flag", ["at_least_one", "stop_after_first"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import RequestError
-from tests.grammars.helpers import BACKENDS, compiled, takes
+from tests.grammars.helpers import BACKENDS, STOP, answers, at, compiled
 from tests.support import examples
 
 ATOMS = st.sampled_from(["a", "b", "[ab]", "[^a]", r"\d", "1", "ab", r"\."])
@@ -23,7 +23,8 @@ PATTERNS = st.recursive(
     ),
     max_leaves=6,
 )
-TEXTS = ["".join(letters) for n in range(5) for letters in product("ab1.", repeat=n)]
+LETTERS, LONGEST = "ab1.", 4
+TEXTS = ["".join(letters) for n in range(LONGEST + 1) for letters in product(LETTERS, repeat=n)]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -32,9 +33,9 @@ TEXTS = ["".join(letters) for n in range(5) for letters in product("ab1.", repea
 def test_a_pattern_takes_what_re_matches(name: str, pattern: str) -> None:
     wanted = {text for text in TEXTS if re.fullmatch(pattern, text, re.ASCII)}
     answer = compiled(name, "regex", pattern)
-    assert {text for text in TEXTS if takes(answer, text)} == wanted
+    assert answers(lambda text: at(answer, text), LETTERS, LONGEST) == wanted
     try:
         string = compiled(name, "json_schema", {"type": "string", "pattern": f"^(?:{pattern})$"})
     except RequestError:  # an anchor within, or a class without characters
         return
-    assert {text for text in TEXTS if takes(string, f'"{text}"')} == wanted
+    assert answers(lambda text: at(string, f'"{text}'), LETTERS, LONGEST, end=(ord('"'), STOP)) == wanted

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dovetail.api.component import ComponentSpec
-from dovetail.api.kv_cache import HOLE, Allocation, PageCopy, PageCounts
+from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, KVContext, KVLayout, PageCopy, PageCounts
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
 from dovetail_kv_cache.hash_chain import HashChain, HashName, make_digest
@@ -66,19 +66,39 @@ def test_a_chain_is_evicted_from_its_tail(block_size: int, chain: int, taken: in
     generated=st.integers(0, 20),
     salts=st.tuples(st.sampled_from("ab"), st.sampled_from("ab")),
     name=st.sampled_from(["xxh3", "sha256"]),
+    after=st.integers(0, 1),
 )
 def test_a_chain_is_the_same_whichever_chain_came_before(
-    block_size: int, prompts: list[list[int]], generated: int, salts: tuple[str, str], name: HashName
+    block_size: int, prompts: list[list[int]], generated: int, salts: tuple[str, str], name: HashName, after: int
 ) -> None:
     digest = make_digest(name)
     earlier, later = (request(prompt, keys=(salt,)) for prompt, salt in zip(prompts, salts, strict=True))
     for one, token in ((earlier, 0), (later, 1)):
         generate(one, [token] * generated)
-    like = HashChain(earlier, block_size, digest)
-    like.extend(earlier.num_tokens // block_size)
-    blocks = later.num_tokens // block_size
-    alone = HashChain(later, block_size, digest).extend(blocks)
-    assert HashChain(later, block_size, digest, like=like.beginning).extend(blocks)[:blocks] == alone
+    like = HashChain(earlier, block_size, digest, after=after)
+    like.extend((earlier.num_tokens - after) // block_size)
+    blocks = (later.num_tokens - after) // block_size
+    alone = HashChain(later, block_size, digest, after=after).extend(blocks)
+    assert HashChain(later, block_size, digest, like=like.beginning, after=after).extend(blocks)[:blocks] == alone
+
+
+@examples(quick=60, full=500)
+@given(block_size=block_sizes, common=st.integers(0, 40), generated=st.integers(0, 9))
+def test_where_k_and_v_also_depend_on_the_next_token_a_block_is_found_only_before_the_same_one(block_size: int, common: int, generated: int) -> None:
+    """Of a request whose prompt ends with a block, the last block is found once there is a token after it."""
+    layout = KVLayout((CacheGroup((0,), block_size),), 1024, "float32", reads_next=True)
+    kv = PrefixCache(PrefixOptions(), KVContext(layout, 100))
+    first = request([*range(common), 50])
+    compute(kv, first)
+    generate(first, [51] * generated)
+    for known in range(common + 2, first.num_tokens + 1):
+        kv.allocate(first, known)
+        kv.commit(first, known)
+    found = [kv.lookup(request([*range(common), *after])) for after in ([99, 99], [50, 99], [50, 51, 99])]
+    assert found[0] == max(0, common - 1) // block_size * block_size
+    assert found[1] == common // block_size * block_size
+    assert found[2] == (common + bool(generated)) // block_size * block_size
+    kv.check_integrity()
 
 
 def test_hashes_of_xxh3_differ_from_cache_to_cache_so_that_none_can_be_prepared() -> None:

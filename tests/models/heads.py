@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import DeepseekV3Config, Glm4MoeConfig, Glm4MoeLiteConfig, Lla
 from transformers.modeling_layers import MtpModel
 
 from dovetail.testing.suites.model_configs import OF_LATENTS, TINY
+from tests.e2e.reference import checkpoint
 from tests.models.hybrids import qwen3_5, qwen3_5_moe, qwen3_next
 
 Tensors = dict[str, torch.Tensor]
@@ -72,7 +75,7 @@ def mtp_model(model: Any, seed: int = 1) -> Any:
     head, generator = MtpModel(model, 1).eval(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in (*head.layers.named_parameters(), *head.layers.named_buffers()):
-            tensor.copy_(numbers(generator, *tensor.shape, norm="norm" in name and not config.model_type.startswith("qwen")))
+            tensor.copy_(numbers(generator, *tensor.shape, norm="norm" in name and not _is_qwen(config)))
     head.main_layers = model.config.num_hidden_layers
     return head
 
@@ -80,7 +83,7 @@ def mtp_model(model: Any, seed: int = 1) -> Any:
 def mtp_tensors(head: Any) -> Tensors:
     """Return the tensors of a head as checkpoints have them."""
     config, tensors = head.config, Tensors()
-    is_qwen = config.model_type.startswith("qwen")
+    is_qwen = _is_qwen(config)
     own, block = ("mtp.", "mtp.layers.0.") if is_qwen else (f"model.layers.{head.main_layers}.",) * 2
     names = dict(zip(("enorm", "hnorm", "eh_proj", "post_norm"), NAMES[is_qwen], strict=True))
     for name, tensor in head.layers[0].state_dict().items():
@@ -220,3 +223,60 @@ def plain_eagle3_layers(fields: dict[str, Any], tensors: Tensors, states: torch.
         gate, up = (inputs @ tensors[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ tensors[f"{at}mlp.down_proj.weight"].T
     return x, norm(x, "norm") @ tensors["lm_head.weight"].T
+
+
+# Heads that must be right
+
+CHAINED = {"hidden_size": 32, "vocab_size": 32, "rms_norm_eps": 1e-6, "max_position_embeddings": 128}
+
+
+@contextmanager
+def chained(config: Any, *, mtp: bool = False) -> Iterator[Path]:
+    """A checkpoint of a model whose state is the direction of the last token, and in which token t is followed by 5 t + 3. It has as many tokens as
+    numbers in a hidden state. `mtp`: with a head that passes the embedding through, of which the model's output layer makes the token after it."""
+    with checkpoint(config) as (directory, model):
+        tensors = load_file(directory / "model.safetensors")
+        _pass_through(tensors, config)
+        one = torch.eye(config.vocab_size)
+        tensors["model.embed_tokens.weight"].copy_(one * config.vocab_size**0.5)
+        tensors["lm_head.weight"].copy_(_follow(one, 1))
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        if mtp:
+            head = mtp_tensors(mtp_model(model))
+            _pass_through(head, config)
+            projection = "mtp.fc" if _is_qwen(config) else f"model.layers.{config.num_hidden_layers}.eh_proj"
+            head[f"{projection}.weight"].copy_(torch.cat((one, torch.zeros_like(one)), dim=1))
+            add_tensors(directory, head)
+        yield directory
+
+
+def write_chained_eagle3(directory: Path, config: Any, tap: int, **layer: Any) -> Path:
+    """A head for such a model that makes its first draft of the state alone: two tokens after the state's own."""
+    fields = eagle3_fields(config, eagle_aux_hidden_state_layer_ids=[tap], draft_vocab_size=config.vocab_size, layer=layer)
+    head = eagle3_tensors(fields, embedding=False)
+    _pass_through(head, config)
+    head["fc.weight"].copy_(torch.eye(config.hidden_size))
+    head["lm_head.weight"].copy_(_follow(torch.eye(config.hidden_size), 2))
+    return write_eagle3(directory, fields, head)
+
+
+def _pass_through(tensors: Tensors, config: Any) -> None:
+    """Let layers add nothing, and norms only scale."""
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        if "norm" in name:
+            tensor.fill_(float(not _is_qwen(config)))
+
+
+def _is_qwen(config: Any) -> bool:
+    """Return True if norms multiply by 1 + w, and a head's tensors are named "mtp.*"."""
+    return bool(config.model_type.startswith(("qwen3_5", "qwen3_next")))
+
+
+def _follow(matrix: torch.Tensor, times: int) -> torch.Tensor:
+    """Move row t of a matrix to the token that comes `times` tokens after t."""
+    index = torch.arange(len(matrix))
+    for _ in range(times):
+        index = (5 * index + 3) % len(matrix)
+    return torch.zeros_like(matrix).index_copy_(0, index, matrix)

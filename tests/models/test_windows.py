@@ -89,7 +89,7 @@ def test_preempted_requests_write_the_same_tokens(name: str) -> None:
         got: dict[str, list[int]] = {}
         with LLMEngine.from_config({"model": str(directory), "dtype": "float32", "generation_config": "none"}, **settings) as engine:
             for index, prompt in enumerate(prompts):
-                engine.add_request(str(index), prompt, greedy(5 * WINDOW))
+                engine.add_request(str(index), prompt, greedy(3 * WINDOW))
             while engine.has_unfinished_requests():
                 got |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
             assert engine.stats().preemptions > 0

@@ -52,12 +52,13 @@ class Net:
         make = torch.randn(length, self.shape.conv_channels + 2 * self.heads, dtype=self.weight.dtype, device=DEVICE)
         return Tokens(*make.split([self.shape.conv_channels, self.heads, self.heads], dim=-1))
 
-    def bound(self, rows: int, slot_bytes: int = 256, state_dtype: torch.dtype = torch.float32) -> BoundStates:
-        return bind_states([self.shape.spec(5)], rows, self.weight.dtype, state_dtype, slot_bytes=slot_bytes, slots=2, device=DEVICE)
+    def bound(self, rows: int, slot_bytes: int = 256, state_dtype: torch.dtype = torch.float32, max_lines: int = 0) -> BoundStates:
+        specs = [self.shape.spec(index) for index in ((5, 9) if max_lines else (5,))]  # a second layer, so that changes are told apart
+        return bind_states(specs, rows, self.weight.dtype, state_dtype, slot_bytes=slot_bytes, slots=2, device=DEVICE, max_lines=max_lines)
 
-    def compute(self, bound: BoundStates, s: Tokens) -> torch.Tensor:
+    def compute(self, bound: BoundStates, s: Tokens, index: int = 5) -> torch.Tensor:
         """The planned step: [tokens, heads, size]."""
-        state = bound.layers[5]
+        state = bound.layers[index]
         y = short_conv(s.x, self.weight, self.bias, state, 0)
         if isinstance(self.shape, DeltaShape):
             return gated_delta_rule(y, s.a, s.b, self.A_log, self.dt_bias, self.shape, state, 1)
@@ -77,7 +78,7 @@ class Net:
                 x.unflatten(-1, (d.k_heads, -1)) / (x.unflatten(-1, (d.k_heads, -1)).square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)
             )
             inputs = q / d.k_size**0.5, k, v.unflatten(-1, (d.v_heads, -1)), rate * steps, wide.b.sigmoid()
-            start, compute = torch.zeros(1, d.v_heads * d.v_size, d.k_size, dtype=torch.float64, device=DEVICE), delta.token_by_token
+            start, compute = torch.zeros(1, d.v_heads * d.v_size, d.k_size, dtype=torch.float64, device=DEVICE), delta.RULE.token_by_token
             skip: torch.Tensor | float = 0.0
         else:
             m = self.shape
@@ -85,7 +86,7 @@ class Net:
             x, into, out_of = x.unflatten(-1, (m.heads, -1)), into.unflatten(-1, (m.groups, -1)), out_of.unflatten(-1, (m.groups, -1))
             steps = steps.clamp(*LIMITS)
             inputs = x * steps[..., None], into, out_of, rate * steps
-            start, compute = torch.zeros(1, m.heads * m.head_size, m.state_size, dtype=torch.float64, device=DEVICE), mamba.token_by_token
+            start, compute = torch.zeros(1, m.heads * m.head_size, m.state_size, dtype=torch.float64, device=DEVICE), mamba.RULE.token_by_token
             skip = self.D.double()[:, None] * x
         outputs, after = compute(start, tuple(x[None] for x in inputs))
         return outputs[0] + skip, seen[:, len(s) :], after[0]
@@ -112,6 +113,6 @@ def serve(model: Net, bound: BoundStates, sequences: Sequence[Tokens], steps: Se
     return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
 
 
-def state_of(bound: BoundStates, line: int) -> list[torch.Tensor]:
+def state_of(bound: BoundStates, line: int, index: int = 5) -> list[torch.Tensor]:
     """The convolution's inputs and the state of a line."""
-    return [bound.layers[5].read(tensor, torch.tensor([line], device=DEVICE))[0] for tensor in (0, 1)]
+    return [bound.layers[index].read(tensor, torch.tensor([line], device=DEVICE))[0] for tensor in (0, 1)]

@@ -170,6 +170,17 @@ def test_which_graphs_are_replayed() -> None:
     assert graphs.replayed == [(Kind.HEAD, 2), (Kind.HEAD, 1), (Kind.HEAD, 1), (Kind.DECODE, 6)]
 
 
+def test_a_rehearsal_runs_what_follows_a_recorded_step_and_changes_no_draft() -> None:
+    rows = Drafting()
+    graphs, head = rows.with_graphs(), rows.bench.runner.draft
+    rows.begin(0, 1)
+    stored, store = list[int](), head.model.store  # type: ignore[union-attr]
+    head.model.store = lambda *args: (stored.append(len(args[0])), store(*args))[1]  # type: ignore[union-attr]
+    graphs.rehearse()
+    assert {4, 32} <= {*stored}, "as many tokens as a step of a recorded size"
+    rows.step({0: 3, 1: 2})
+
+
 def test_a_request_that_comes_back_drafts_nothing_from_anothers_state() -> None:
     """It keeps its blocks, and drafts at once in another row. What the head made of its last state is lost."""
 

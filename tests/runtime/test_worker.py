@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from dovetail.api.executor import Capacity
+from dovetail.api.state import StateSpec, StateTensor
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime import loading
 from dovetail.runtime import worker as worker_module
@@ -210,8 +211,8 @@ def test_speculation_is_refused_where_drafts_cannot_be_checked(monkeypatch: pyte
     assert loaded(max_drafts=100)[1].max_lines == 128, "no more than the tokens of a step"
     plan = ModelPlan.of(context().config, context().models, SINGLE, CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(ModelPlan, "of", lambda *asked: replace(plan, states=(object(),)))
-        with pytest.raises(UnsupportedError, match="recurrent layers, whose states can't take back a rejected draft"):
+        patch.setattr(ModelPlan, "of", lambda *asked: replace(plan, states=[StateSpec(7, (StateTensor(8, 4),))]))
+        with pytest.raises(UnsupportedError, match="states of layer 7 can't take back a rejected draft"):
             loaded(max_drafts=3)
     monkeypatch.setattr(DefaultSampler, "capabilities", replace(DefaultSampler.capabilities, drafts=False))
     with pytest.raises(UnsupportedError, match=r"sampler dovetail:default can't check drafts \(SamplerCapabilities.drafts\)"):

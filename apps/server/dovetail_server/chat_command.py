@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -115,8 +117,10 @@ class ChatSession:
         before = [{"role": "system", "content": self._system}] if self._system else []
         answer, reason, failure = "", None, None
         try:
-            with closing(self._partner.answer([*before, *self._messages])) as pieces:
+            with _interrupts() as interrupts, closing(self._partner.answer([*before, *self._messages])) as pieces:
                 for piece in pieces:
+                    if interrupts:  # raised where it was lost, such as in a finalizer
+                        raise KeyboardInterrupt
                     answer += piece.text
                     reason = piece.finish_reason or reason
                     self._out.print(piece.text.translate(UNPRINTABLE), end="")
@@ -141,6 +145,25 @@ class ChatSession:
 
     def _note(self, text: str) -> None:
         self._notes.print(text, style="dim")
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Return the list to which each Ctrl-C in the block is added before it raises `KeyboardInterrupt`; empty outside of the main thread."""
+    taken: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield taken
+        return
+
+    def take(number: int, _: object) -> None:
+        taken.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, take)
+    try:
+        yield taken
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _console(stderr: bool) -> Console:

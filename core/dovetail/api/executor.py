@@ -241,9 +241,9 @@ class Batch:
     Drafts (speculative decoding): a row with d drafts has `yields_token`, and computes exactly 1 + d tokens: its last known one and the drafts. It
     has 1 + d *lines*, where any other row that yields a token has one: line j is sampled from the logits of the j-th of these tokens, as if drafts
     [0, j) were known tokens of the row. The row yields the tokens of its lines up to the first that differs from its draft, that one included; so
-    1 to 1 + d. They become known, and all but the last of them computed. K and V of other drafts are worthless, and later steps overwrite them. Each
-    token is what would be sampled without drafts. A batch with drafts is submitted only while no other step is in flight, and nothing is submitted
-    before its results are collected."""
+    1 to 1 + d. They become known, and all but the last of them computed. K and V of other drafts are worthless, and later steps overwrite them; a
+    live state is that after the computed tokens. Each token is what would be sampled without drafts. A batch with drafts is submitted only while no
+    other step is in flight, and nothing is submitted before its results are collected."""
 
     step: int
     removed: Int32  # [any] rows
@@ -254,7 +254,7 @@ class Batch:
     num_tokens: Int32  # [b] >= 1
     yields_token: NDArray[np.bool_]  # [b]
     shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group, whose attention is full
-    checkpoints: tuple[RowCheckpoint, ...] = ()  # at most one per row of `rows`
+    checkpoints: tuple[RowCheckpoint, ...] = ()  # at most one per row of `rows`, and none of a row with drafts
     late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
     drafts: Drafts | None = None  # None: no row has any
     pooled: Int32 | None = None  # [any] ascending indices of `rows` whose results are due: they end their prompts, and yield no token

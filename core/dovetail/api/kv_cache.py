@@ -59,11 +59,15 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the page pool. Groups are ordered by window, the full one first if there is one; the recurrent one, if there is one, is last."""
+    """Shape of the page pool. Groups are ordered by window, the full one first if there is one; the recurrent one, if there is one, is last.
+
+    `reads_next`: some layers' K and V of a token are also made of the token after it (a draft head's). So a block serves only texts that go on with
+    the same token; for others, drafts are worse."""
 
     groups: tuple[CacheGroup, ...]
     page_bytes: int  # of a page, in the caches of all layers that use it
     dtype: str  # "float32", "bfloat16", …
+    reads_next: bool = False
 
     @property
     def block_size(self) -> int:

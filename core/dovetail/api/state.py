@@ -3,12 +3,17 @@
 A state has a fixed size. It lies in pages of the KV pool, in pieces of equal size called *units*: a unit holds some rows of one of the layer's
 tensors. The executor owns the memory and tells layers where the units of each row of a batch are; the kernels of `dovetail.nn.state` read and
 replace states in place, and write checkpoints on the way.
+
+With speculative decoding a step also computes drafts, of which the later ones may be rejected. It leaves a row's live state as it is after the row's
+known tokens, and notes what each draft changes; when it is known how many drafts count, the executor applies their changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dovetail.errors import DovetailError
 
@@ -22,11 +27,22 @@ CHUNK = 64  # most tokens of a chunk in `StateBatch.chunks`
 @dataclass(frozen=True, slots=True)
 class StateTensor:
     """A matrix of a layer's state, [rows, row_size]. Units hold whole rows. `keeps_inputs`: it holds past inputs of the layer, in the model's dtype;
-    otherwise it is accumulated, in the engine's `state_dtype`."""
+    otherwise it is accumulated, in the engine's `state_dtype`.
+
+    What a token changes: past inputs move by one, and the token's is the last of them. An accumulated tensor has `heads` heads of equal size. The
+    token multiplies each of them by a decay, and adds the outer product of a change [head size] and a key [row_size]; head i has key i * keys //
+    heads. With 0 heads a token changes it in another way, and speculation is refused at load."""
 
     rows: int
     row_size: int
     keeps_inputs: bool = False
+    heads: int = 0
+    keys: int = 0
+
+    @property
+    def takes_drafts(self) -> bool:
+        """True if a draft's changes can be noted and applied later."""
+        return self.keeps_inputs or self.heads > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +51,21 @@ class StateSpec:
 
     index: int  # of the layer; attention layers of the same model have other indices
     tensors: tuple[StateTensor, ...]
+
+
+class Changes(NamedTuple):
+    """What tokens change in an accumulated tensor: see `StateTensor`. All are float32."""
+
+    decay: torch.Tensor  # [n, heads]
+    change: torch.Tensor  # [n, rows]
+    key: torch.Tensor  # [n, keys, row_size]
+
+
+class Drafted(NamedTuple):
+    """The part of a step that checks drafts."""
+
+    tokens: torch.Tensor  # [n] int64: which of the step's tokens these are
+    batch: StateBatch  # they alone, one for each line: with `ahead`
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +82,16 @@ class StateBatch:
     query_starts: torch.Tensor  # [rows + 1] int32
     kv_lens: torch.Tensor  # [rows] int32: tokens including this step's; the state is zero at first where they are all this step's
     host_query_lens: np.ndarray  # [num_rows] int32
-    decodes: bool  # each row has one token, and there are no checkpoints: all fields below are None
+    decodes: bool  # each row has one token, and there are no checkpoints: all fields below but `ahead` are None
     checkpoint_at: torch.Tensor | None = None  # [rows] int32: number of this step's tokens after which the state is copied; 0: it isn't
     checkpoint_lines: torch.Tensor | None = None  # [rows] int64: where to; any line if it isn't
     chunks: torch.Tensor | None = None  # [chunks, 2] int32: token ranges of at most CHUNK tokens; rows and checkpoints begin a new one
     chunk_starts: torch.Tensor | None = None  # [rows + 1] int32: row i has chunks [chunk_starts[i], chunk_starts[i + 1])
     host_checkpoint_at: np.ndarray | None = None  # [num_rows] int32
+    # [rows] int32, if a row of `decodes` may be a draft: how many drafts it is after its request's last known token, 0 for that itself. A request's
+    # rows are neighbours and share a live state, which becomes that after the known token; the changes of its drafts go to `StateLayer.changes`
+    ahead: torch.Tensor | None = None
+    drafted: Drafted | None = None  # what is computed apart in other steps: the results above of these tokens, whose lines lead to the waste page
 
 
 class StateSteps:
@@ -72,16 +107,30 @@ class StateSteps:
 class StateLayer:
     """One layer's states. `memory[i]`, [units of the pool, rows of a unit, row_size], has the dtype of tensor i of the spec; `units[i]`, [lines,
     units of the tensor] int32, names for each line the units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers
-    share the pool, each with its own units. The rows of a unit are a power of two."""
+    share the pool, each with its own units. The rows of a unit are a power of two.
+
+    `changes[i]`, if steps may have drafts, is where drafts note what they change, at their index in the step: in past inputs the new ones [lines,
+    rows], in an accumulated tensor `Changes`."""
 
     def __init__(self, spec: StateSpec, steps: StateSteps) -> None:
         self.spec, self._steps = spec, steps
         self.memory: tuple[torch.Tensor, ...] = ()
         self.units: tuple[torch.Tensor, ...] = ()
+        self.changes: tuple[torch.Tensor | Changes, ...] = ()
 
     def bind(self, memory: tuple[torch.Tensor, ...], units: tuple[torch.Tensor, ...]) -> None:
         """Keep the pool's memory, in place of an earlier one, and the table of units."""
         self.memory, self.units = memory, units
+
+    @contextmanager
+    def computing(self, batch: StateBatch) -> Iterator[None]:
+        """Replace the step to compute, of all layers, until the context ends."""
+        step = self.batch
+        self._steps.plan(batch)
+        try:
+            yield
+        finally:
+            self._steps.plan(step)
 
     @property
     def batch(self) -> StateBatch:

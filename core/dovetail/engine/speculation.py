@@ -65,7 +65,7 @@ class Speculation:
     """Decides between overlap and drafts, asks the drafter, and keeps account of its success."""
 
     def __init__(self, settings: SpeculationSettings, capacity: Capacity, fit: StepTimeFit, clock: Clock, *, overlaps: bool) -> None:
-        """`overlaps`: whether steps without drafts overlap. The executor must be able to check drafts, and its layers may keep no states."""
+        """`overlaps`: whether steps without drafts overlap. The executor must be able to check drafts."""
         # While active, a step waits for the results of the previous one, and checks drafts. Without measured costs, steps without drafts come first,
         # to show how long they take.
         self.is_active = self._is_measured = bool(capacity.line_costs)

@@ -185,6 +185,10 @@ class Builder(ABC):
         """Run the work to record: device work only, at fixed addresses, without reading a result on the host. Returns what a replay overwrites.
         Results of kernels must pass through `settled` before torch uses them as indices."""
 
+    def rehearse(self, inputs: Any) -> None:
+        """Launch every kernel that such a step needs, while kernels are only compiled."""
+        self.run(inputs)
+
 
 class MixedSteps(Builder):
     """The model's part of any step, of `size` tokens."""
@@ -225,6 +229,11 @@ class MixedSteps(Builder):
         if self.parts.draft is not None:
             self.parts.draft(token_ids, inputs.positions, wanted)
         return outputs
+
+    def rehearse(self, inputs: MixedInputs) -> None:
+        outputs = self.run(inputs)
+        if self.parts.head is not None:
+            self.parts.head.follow(outputs.tapped, 0)  # isn't recorded, since it follows sampling
 
 
 class DecodeSteps(Builder):
@@ -429,7 +438,7 @@ class Graphs:
         """Run what will be recorded once for each typical size, while kernels are only compiled."""
         for builder in self._builders:
             for size in typical(builder.sizes) if builder.warm_ups else ():
-                builder.run(builder.inputs(size))
+                builder.rehearse(builder.inputs(size))
 
     @torch.inference_mode()
     def capture(self, progress: Progress | None = None) -> None:

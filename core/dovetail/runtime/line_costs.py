@@ -15,6 +15,7 @@ from dovetail.runtime.draft_model import DraftModel
 from dovetail.runtime.graphs import Graphs, Kind
 from dovetail.runtime.profiling import batch_of_drafts, drafting_batch, remove_rows
 from dovetail.runtime.runner import DeviceSpan, Runner
+from dovetail.runtime.states import CheckedDrafts
 from dovetail.runtime.step_inputs import HostLines
 
 LINES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -36,8 +37,11 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
         if (1 + TIMES) * drafts >= rows.max_len:  # each replay may accept all
             break
         with _rows_of(runner, batch):
-            step = graph.inputs.fill(HostLines.of(batch), 0)
+            lines = HostLines.of(batch)
+            step = graph.inputs.fill(lines, 0)
             graphs.replay(graph, step)  # meanwhile the host enqueues those that are measured
+            if rows.states is not None and (checked := CheckedDrafts.of(graph.inputs.states, lines.ahead)) is not None:
+                rows.states.accept(checked, rows.num_tokens)  # compiles its kernels
             spans = list[DeviceSpan]()
             for _ in range(TIMES):
                 spans.append(DeviceSpan(runner.device))

@@ -33,7 +33,7 @@ from dovetail.runtime.pooler import PooledResult, Pooler
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
 from dovetail.runtime.sampler_rows import update_rows
-from dovetail.runtime.states import States
+from dovetail.runtime.states import CheckedDrafts, States
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs, HostLines
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
 
@@ -101,6 +101,7 @@ class PendingStep:
     pooled: dict[int, PooledResult] = field(default_factory=dict)  # by index in the batch
     tapped: tuple[TappedStates, int | None] | None = None  # for the draft head, once the tokens are sampled: arguments of `RunningHead.follow`
     unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and the indices of the lines'
+    checked: CheckedDrafts | None = None  # of a model with recurrent layers: drafts whose changes to the states are enqueued after sampling
     ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
 
@@ -239,6 +240,8 @@ class Runner:
         """Finish submitting: the whole step is enqueued; on a CPU, computed. How many tokens rows with drafts get is known to `collect`."""
         if pending.batch.drafts is None:
             self.rows.known[pending.lines.rows] += 1
+        if self.rows.states is not None and pending.checked is not None:
+            self.rows.states.accept(pending.checked, self.rows.num_tokens)
         if pending.span is not None:
             pending.span.close()
         else:
@@ -319,7 +322,7 @@ class Runner:
         else:
             inputs = host.to_device(self.rows)
             if self.rows.states is not None:
-                self._plan_states(self.rows.states, batch, inputs)
+                pending.checked = self._plan_states(self.rows.states, batch, host, inputs)
             self.backend.plan(host.attention_batch(self.rows, inputs, shared_blocks))
             all_states = all_states or len(wanted) == host.num_tokens
             types = host.types(self.rows) if getattr(self.model, "reads_types", False) else None
@@ -334,17 +337,23 @@ class Runner:
             pending.pooled = self.pooler.pool(pools, hidden, pools.tokens if all_states else np.arange(len(last_indices), len(wanted)))
         return hidden, last_indices if all_states else np.arange(len(last_indices))
 
-    def _plan_states(self, states: States, batch: Batch, inputs: DeviceInputs) -> None:
-        """Plan a step for recurrent layers."""
-        checkpoint_at = np.zeros(len(batch.rows), np.int32)
+    def _plan_states(self, states: States, batch: Batch, host: HostInputs, inputs: DeviceInputs) -> CheckedDrafts | None:
+        """Plan a step for recurrent layers. Returns its drafts, if it has any."""
+        checkpoint_at, most, checked = np.zeros(len(batch.rows), np.int32), batch.num_tokens, None
+        if batch.drafts is not None:
+            most = np.where(batch.drafts.counts > 0, 0, most)
         if batch.checkpoints:
             index = {row: index for index, row in enumerate(batch.rows.tolist())}
             at = [index[checkpoint.row] for checkpoint in batch.checkpoints]
             checkpoint_at[at] = [checkpoint.tokens - self.rows.computed[checkpoint.row] for checkpoint in batch.checkpoints]
-            if ((checkpoint_at[at] < 1) | (checkpoint_at[at] > batch.num_tokens[at])).any():
-                raise DovetailError(f"step {batch.step} can't write a checkpoint of tokens that it doesn't compute")
+            if ((checkpoint_at[at] < 1) | (checkpoint_at[at] > most[at])).any():
+                raise DovetailError(f"step {batch.step} can't write a checkpoint of tokens that it doesn't compute, or of a row with drafts")
             states.put([states.max_rows + 1 + i for i in at], [checkpoint.pages for checkpoint in batch.checkpoints])
-        states.steps.plan(states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at))
+        step = states.batch(inputs.rows, inputs.query_starts, inputs.kv_lens, batch.num_tokens, checkpoint_at)
+        if batch.drafts is not None:
+            step, checked = states.with_drafts(step, host.rows, host.kv_lens, batch.num_lines, batch.drafts.counts)
+        states.steps.plan(step)
+        return checked
 
     def _launch_model(
         self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None, draft: Any, *, adapted: bool, types: NDArray[np.int64] | None
@@ -371,7 +380,10 @@ class Runner:
     def _replay(self, graphs: Graphs, graph: Graph, batch: Batch, pending: PendingStep) -> None:
         """Replay with the longest rows first: kernels that compute a row in one program start with these, and short ones fill the gaps at the end."""
         order = np.argsort(-self.rows.known[pending.lines.rows], kind="stable")  # a row's lines stay neighbours
-        outputs = graphs.replay(graph, graph.inputs.fill(pending.lines.sorted(order), self._worth_sharing(batch)))
+        lines = pending.lines.sorted(order)
+        outputs = graphs.replay(graph, graph.inputs.fill(lines, self._worth_sharing(batch)))
+        if self.rows.states is not None:
+            pending.checked = CheckedDrafts.of(graph.inputs.states, lines.ahead)
         if batch.late:
             pending.unsampled = outputs.hidden, np.argsort(order)
             pending.tapped = None if outputs.tapped is None else (outputs.tapped, None)

@@ -266,8 +266,9 @@ class DecodeInputs:
     @property
     def states(self) -> StateBatch:
         """The step for recurrent layers, including its padding."""
-        lens = np.ones(self.size, np.int32)
-        return StateBatch(self.size, self.size, self.lines.rows, self._query_starts, self._kv_lens, lens, decodes=True)
+        states, lens = self._state.states, np.ones(self.size, np.int32)
+        ahead = self.lines.ahead if states is not None and states.max_lines else None
+        return StateBatch(self.size, self.size, self.lines.rows, self._query_starts, self._kv_lens, lens, decodes=True, ahead=ahead)
 
 
 class SamplingInputs:

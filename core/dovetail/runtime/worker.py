@@ -5,6 +5,7 @@ process.
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
 from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.nn.kernels.available import runs_kernels
 from dovetail.nn.moe import Experts
 from dovetail.runtime.adapters import AdapterBank
 from dovetail.runtime.attention_choice import choose_attention
@@ -67,10 +69,10 @@ class Worker:
         """
         config = self.context.config
         plan = ModelPlan.of(config, self.context.models, self.group, device, self.context.quantizations)
-        if config.max_drafts and plan.states:
-            raise UnsupportedError("speculation: this model has recurrent layers, whose states can't take back a rejected draft")
         if config.max_drafts and not plan.pooling.capacity.generates:
             raise UnsupportedError("speculation: this model generates nothing: it makes embeddings or scores")
+        if config.max_drafts and (stuck := [spec.index for spec in plan.states if not all(tensor.takes_drafts for tensor in spec.tensors)]):
+            raise UnsupportedError(f"speculation: the states of layer {stuck[0]} can't take back a rejected draft (StateTensor.heads)")
         drafting: DraftPlan | HeadPlan | None
         if config.draft_head is not None:
             drafting = HeadPlan.of(config, plan, self.group)
@@ -80,7 +82,10 @@ class Worker:
         chosen = choose_attention(self.context.attention, specs, str(device), plan.dtype_name, config.block_size, plan.cache_dtype)
         sizes = [cached_state(spec, plan.dtype, plan.state_dtype) for spec in plan.states]
         planned = kv_layout(chosen.backend, specs, plan.cache_dtype or plan.dtype_name, sizes, plan.max_model_len)
-        states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device) if sizes else None
+        if isinstance(drafting, HeadPlan):
+            planned = replace(planned, layout=replace(planned.layout, reads_next=True))
+        max_lines = most_lines(config.max_num_seqs, config.max_drafts, config.max_num_batched_tokens) if config.max_drafts else 0
+        states = States(planned, config.max_num_seqs, plan.dtype, plan.state_dtype, device, max_lines) if sizes else None
         pool = KVPool(planned, device, states)
         layout = planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
@@ -245,6 +250,8 @@ class Worker:
         config = self.context.config
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
             return None
+        if config.max_drafts and self._running().rows.states is not None and not runs_kernels(device):
+            return None  # torch's operations on states with drafts ask the device how many there are
         graphs = Graphs.of(self._running().parts, splitter, config.max_num_batched_tokens, _parameters_of_a_token(model))
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs

@@ -253,7 +253,6 @@ class FakeExecutor(Executor):
         if batch.drafts is None:
             return
         self._require(not self._pending, "drafts are submitted while nothing is in flight")
-        self._require(not self._layout.recurrent, "a state can't take back a draft")
         counts, token_ids = batch.drafts.counts.tolist(), batch.drafts.token_ids.tolist()
         self._require(len(counts) == len(rows) and sum(counts) == len(token_ids) > 0, "each row has a number of drafts, and as many ids")
         self._require(int(batch.num_lines.sum()) <= self.options.max_lines, "more lines than max_lines")
@@ -334,9 +333,10 @@ class FakeExecutor(Executor):
                 expected = [(index, place, values[before - 1]) for place in range(len(pages))]
                 found = [self._memory.get((page, 0)) for page in pages]
                 self._require(found == expected, f"the state after {before} of {len(row.tokens)} tokens would be another one")
-            self._keep_state(pages, values[row.computed - 1])
+            self._keep_state(pages, values[min(row.computed, len(row.tokens)) - 1])  # drafts change it when they are accepted
             if number in saved:
                 checkpoint = saved[number]
+                self._require(not row.drafts, "a row with drafts has no checkpoint")
                 self._require(before < checkpoint.tokens <= row.computed, "a checkpoint is of tokens that its step computes")
                 self._keep_state(checkpoint.pages.tolist(), values[checkpoint.tokens - 1])
 
@@ -375,6 +375,8 @@ class FakeExecutor(Executor):
             if found[-1] != draft:
                 break
             row.computed += 1
+        if drafts and self._layout.recurrent:
+            self._keep_state(row.tables[-1], prefix_ids(row.tokens)[row.computed - 1])
         return found
 
     def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:

@@ -11,7 +11,7 @@ import torch
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerCache
 from dovetail.api.state import StateBatch, StateLayer, StateSpec
 from dovetail.kv_layout import STATE_SLOT_BYTES, CachedLayer, plan_layout
-from dovetail.runtime.states import States, cached_state
+from dovetail.runtime.states import CheckedDrafts, States, cached_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,22 @@ class BoundStates:
         self.states.steps.plan(batch)
         return batch
 
+    def plan_drafts(self, rows: Sequence[int], lengths: Sequence[int], computed: Sequence[int], drafts: Sequence[int]) -> CheckedDrafts | None:
+        """Plan a step in which the last `drafts` of the `lengths` tokens of each row are drafts, after one known token; a row with 0 has none.
+        Returns what `accept` needs."""
+        counts, query_lens = np.array(drafts, np.int32), np.array(lengths, np.int32)
+        kv_lens = query_lens + np.array(computed, np.int32)
+        batch = self.plan(rows, lengths, computed)
+        planned, checked = self.states.with_drafts(batch, np.array(rows, np.int64), kv_lens, 1 + counts, counts)
+        self.states.steps.plan(planned)
+        return checked
+
+    def accept(self, checked: CheckedDrafts | None, known: Sequence[int]) -> None:
+        """Apply the drafts that count in a step that was planned and computed. `known`: tokens of each of the `rows` rows after it: those computed so
+        far, accepted drafts included, and one more."""
+        if checked is not None:
+            self.states.accept(checked, torch.tensor([*known, 1], dtype=torch.int32, device=self.pool.device))
+
     def checkpoint_line(self, index: int) -> int:
         """Return the line of the checkpoint of a step's row with this index."""
         return self.rows + 1 + index
@@ -88,15 +104,17 @@ def bind_states(
     slots: int = 1,
     device: torch.device | None = None,
     seed: int = 0,
+    max_lines: int = 0,
 ) -> BoundStates:
     """Allocate a pool for the live states of `rows` rows, and a checkpoint for each; filled with NaN, with the pages of each state in random order;
-    bind a layer for each spec to it. `dtype`: of the past inputs. `slots`: of a page, of `slot_bytes` each."""
+    bind a layer for each spec to it. `dtype`: of the past inputs. `slots`: of a page, of `slot_bytes` each.
+    `max_lines`: of a step with drafts."""
     device = device or torch.device("cpu")
     others = [
         CachedLayer(-1 - index, None, lambda tokens: (tokens * slot_bytes,)) for index in range(slots)
     ]  # attention layers, whose blocks set the size
     planned = plan_layout(others, 1, "float32", states=[cached_state(spec, dtype, state_dtype) for spec in specs])
-    states = States(planned, rows, dtype, state_dtype, device)
+    states = States(planned, rows, dtype, state_dtype, device, max_lines)
     layers = {spec.index: states.make_layer(spec) for spec in specs}
     size = planned.layout.state_pages
     pool = torch.full((slots, 2 * rows * size + 1, slot_bytes), 255, dtype=torch.uint8, device=device)

@@ -51,32 +51,35 @@ class HashChain:
     A block's hash covers its tokens and the previous hash, hence every token up to its end; the chain starts with a hash of the request's
     `cache_keys`. Two prefixes with the same hash would share K and V that belong to one of them. By accident this has a probability of 1 in 10^20 for
     a billion blocks with 128-bit hashes. Deliberately: no two texts with the same SHA-256 are known. XXH3 isn't designed to withstand attacks; its
-    seed is drawn for each cache, so that collisions can't be prepared. No decision depends on the values of hashes, so runs stay reproducible."""
+    seed is drawn for each cache, so that collisions can't be prepared. No decision depends on the values of hashes, so runs stay reproducible.
 
-    __slots__ = ("_block_size", "_digest", "_root", "hashes", "request")
+    `after`: tokens after the block that its hash covers, too, which must be known."""
 
-    def __init__(self, request: Request, block_size: int, digest: Digest, like: Beginning | None = None) -> None:
-        """Create a chain that copies the hashes of a common beginning from `like`, a chain with the same `block_size` and `digest`."""
+    __slots__ = ("_after", "_block_size", "_digest", "_root", "hashes", "request")
+
+    def __init__(self, request: Request, block_size: int, digest: Digest, like: Beginning | None = None, after: int = 0) -> None:
+        """Create a chain that copies the hashes of a common beginning from `like`, a chain with the same other arguments."""
         self.request = request
         self._block_size = block_size
-        self._digest = digest
+        self._digest, self._after = digest, after
         self._root = digest(repr(request.cache_keys).encode())
         self.hashes: list[bytes] = []
         if like is not None and like.root == self._root:
-            self.hashes = like.hashes[: like.same_tokens(request.prompt_array) // block_size]
+            self.hashes = like.hashes[: max(0, like.same_tokens(request.prompt_array) - after) // block_size]
 
     @property
     def beginning(self) -> Beginning:
         return Beginning(self._root, self.request.prompt_array, self.hashes)
 
     def extend(self, num_blocks: int) -> list[bytes]:
-        """Return the hashes of at least the first `num_blocks` blocks, which must be full of known tokens."""
+        """Return the hashes of at least the first `num_blocks` blocks, which must be full of known tokens, as must be what comes after them."""
         hashes = self.hashes
         if len(hashes) >= num_blocks:
             return hashes
-        data = _token_bytes(self.request, len(hashes) * self._block_size, num_blocks * self._block_size)
+        first = len(hashes) * self._block_size + self._after
+        data = _token_bytes(self.request, first, num_blocks * self._block_size + self._after)
         width, digest = self._block_size * TOKEN_BYTES, self._digest
-        parent = hashes[-1] if hashes else self._root
+        parent = hashes[-1] if hashes else self._root + _token_bytes(self.request, 0, self._after)
         for start in range(0, len(data), width):
             parent = digest(parent + data[start : start + width])
             hashes.append(parent)

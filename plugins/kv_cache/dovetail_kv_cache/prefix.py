@@ -5,6 +5,8 @@ least recently used is evicted first, whatever its cache group, and within a req
 not the end without its beginning. All groups share one chain of hashes; each finds its own blocks by it. Hashed blocks are the idea of vLLM's
 automatic prefix caching; reuse by longest prefix is that of RadixAttention (SGLang, arXiv:2312.07104).
 
+If a layout says that K and V also depend on the next token (`reads_next`), hashes cover this too.
+
 If two requests compute the same block at the same time, only one of the two copies can be found; the other becomes empty when its holder
 releases it.
 
@@ -147,7 +149,7 @@ class PrefixCache(KVCacheManager):
         self._groups = [
             _Group(index, spec, spec.block_tokens // self._hash_tokens, b"%d" % index if index else b"") for index, spec in enumerate(specs)
         ]
-        self._recurrent = context.layout.recurrent
+        self._recurrent, self._after = context.layout.recurrent, int(context.layout.reads_next)
         self._paged = self._groups[:-1] if self._recurrent else self._groups  # those of K and V
         self._sizes = [ENDLESS if spec.recurrent else spec.block_tokens for spec in specs]
         self._widths = [spec.pages_per_block for spec in specs]
@@ -214,7 +216,7 @@ class PrefixCache(KVCacheManager):
         table = self._table(request, "commit")
         if not 0 <= upto <= min(request.num_tokens, table.room):
             raise self._misuse(request, f"commit({upto} tokens), {request.num_tokens} of them known,", table)
-        full = upto // self._hash_tokens
+        full = min(upto, request.num_tokens - self._after) // self._hash_tokens
         if full <= table.num_committed or not table.publishes or not self.options.reuse:
             return
         hashes = self._chain(request).extend(full)
@@ -570,7 +572,7 @@ class PrefixCache(KVCacheManager):
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
         if chain is None or chain.request is not request:  # another request may reuse the id
-            chain = self._chains[request.id] = HashChain(request, self._hash_tokens, self._digest, like=self._latest)
+            chain = self._chains[request.id] = HashChain(request, self._hash_tokens, self._digest, like=self._latest, after=self._after)
             self._latest = chain.beginning
         return chain
 

@@ -2,7 +2,8 @@
 # ruff: noqa: N803 (constants are upper case)
 """The gated delta rule. Twin: `dovetail.nn.state.delta`.
 
-`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program reads and replaces some rows of one head's state.
+`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program reads and replaces some rows of one head's state. A
+request's drafts are computed after its known token, likewise.
 Prefills of 16-bit numbers take two kernels over chunks of tokens. `_prepare` does what needs no state, for all chunks at once: it normalises q and
 k, and inverts each chunk's triangular system, T = (I + A)⁻¹ with A[i, j] = beta_i * k_i·k_j * exp(g_j+1 + … + g_i) for j < i, in float32. `_carry`
 carries the state S [k, v] through the chunks of one row (decays not shown):
@@ -27,8 +28,10 @@ from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.states import (
     Tiling,
     by_rows,
+    draft_tensors,
     empty_outputs,
     fits_matrix_units,
+    lines_of,
     per_unit,
     rows_at,
     rows_of,
@@ -66,6 +69,10 @@ def _recur(
     query_starts,
     checkpoint_at,
     checkpoint_lines,
+    ahead,
+    decay,
+    change,
+    key,
     out,
     x_stride,
     a_stride,
@@ -81,6 +88,7 @@ def _recur(
     PER_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     DECODES: tl.constexpr,  # each row has one token, and no checkpoint
+    DRAFTS: tl.constexpr,  # besides, a row may be a draft after the one before it
     PDL: tl.constexpr,
 ):
     """Carry some rows of one head's state through a row's tokens."""
@@ -95,8 +103,13 @@ def _recur(
     if not DECODES:
         first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
         kept = tl.load(checkpoint_at + row)
+    known = length
+    if DRAFTS:
+        if tl.load(ahead + row) > 0:
+            return  # the program of the known token before it does it
+        length = lines_of(ahead, row, tl.num_programs(2))
     at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * V + j, real, PER_UNIT, K)[:, None] + i[None, :]
-    held = real[:, None] & (tl.load(kv_lens + row) > length)
+    held = real[:, None] & (tl.load(kv_lens + row) > known)
     state = tl.load(at, mask=held, other=0.0).to(tl.float32)
     for step in range(length):
         t = first + step
@@ -107,15 +120,28 @@ def _recur(
         v = tl.load(token + 2 * K_HEADS * K + head * V + j, mask=real, other=0.0).to(tl.float32)
         q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * scale
         k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-        state *= tl.exp(-rate * softplus(forgetting + shift))
-        state += (sigmoid(writing) * (v - tl.sum(state * k[None, :], 1)))[:, None] * k[None, :]
+        factor = tl.exp(-rate * softplus(forgetting + shift))
+        state *= factor
+        added = sigmoid(writing) * (v - tl.sum(state * k[None, :], 1))
+        state += added[:, None] * k[None, :]
         tl.store(out + (t * V_HEADS + head) * V + j, tl.sum(state * q[None, :], 1).to(out.dtype.element_ty), mask=real)
         if not DECODES:  # noqa: SIM102 (decided when it is compiled)
             if step + 1 == kept:
                 line = tl.load(checkpoint_lines + row)
                 to = rows_at(memory, units, unit_stride, line_stride, line, head * V + j, real, PER_UNIT, K)[:, None] + i[None, :]
                 tl.store(to, state.to(memory.dtype.element_ty), mask=real[:, None])
-    tl.store(at, state.to(memory.dtype.element_ty), mask=real[:, None])
+        if DRAFTS:
+            narrow = state.to(memory.dtype.element_ty)
+            state = narrow.to(tl.float32)
+            if step == 0:
+                tl.store(at, narrow, mask=real[:, None])
+            else:
+                tl.store(change + (t * V_HEADS + head) * V + j, added, mask=real)
+                if tl.program_id(0) == 0:
+                    tl.store(decay + t * V_HEADS + head, factor)
+                    tl.store(key + (t * K_HEADS + k_head) * K + i, k)
+    if not DRAFTS:
+        tl.store(at, state.to(memory.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -310,7 +336,7 @@ def gated_delta_rule(
     if in_chunks is None:
         in_chunks = fits_matrix_units(qkv, shape.k_size)
     if batch.decodes or not in_chunks:
-        tiling = recur_tiling(shape)
+        tiling, (drafts, has_drafts) = recur_tiling(shape), draft_tensors(state, tensor)
         launch(_recur, (triton.cdiv(shape.v_size, tiling.rows), shape.v_heads, rows_of(state, qkv)))(
             qkv,
             a,
@@ -318,6 +344,7 @@ def gated_delta_rule(
             A_log,
             dt_bias,
             *step_tensors(state, tensor),
+            *drafts,
             out,
             *strides,
             unit_stride,
@@ -326,6 +353,7 @@ def gated_delta_rule(
             EPS=NORM_EPS,
             ROWS=tiling.rows,
             DECODES=batch.decodes,
+            DRAFTS=has_drafts,
             num_warps=tiling.warps,
             **heads,
             **in_state,

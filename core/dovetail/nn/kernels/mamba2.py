@@ -2,7 +2,8 @@
 # ruff: noqa: N803 (constants are upper case)
 """Mamba2's recurrence. Twin: `dovetail.nn.state.mamba`.
 
-`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program reads and replaces some rows of one head's state.
+`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program reads and replaces some rows of one head's state. A
+request's drafts are computed after its known token, likewise.
 In prefills of 16-bit numbers a program carries some rows of one head's state S [state, row] through a row's chunks of tokens (decays not shown):
 
     out = C S + (C Bᵀ) (dt * X) + D * X      for pairs of tokens j <= i
@@ -22,8 +23,10 @@ from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.states import (
     Tiling,
     by_rows,
+    draft_tensors,
     empty_outputs,
     fits_matrix_units,
+    lines_of,
     per_unit,
     rows_at,
     rows_of,
@@ -58,6 +61,10 @@ def _recur(
     query_starts,
     checkpoint_at,
     checkpoint_lines,
+    ahead,
+    decay,
+    change,
+    key,
     out,
     x_stride,
     dt_stride,
@@ -72,6 +79,7 @@ def _recur(
     PER_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     DECODES: tl.constexpr,  # each row has one token, and no checkpoint
+    DRAFTS: tl.constexpr,  # besides, a row may be a draft after the one before it
     PDL: tl.constexpr,
 ):
     """Carry some rows of one head's state through a row's tokens."""
@@ -85,8 +93,13 @@ def _recur(
     if not DECODES:
         first, length = tl.load(query_starts + row).to(tl.int64), tl.load(query_starts + row + 1) - tl.load(query_starts + row)
         kept = tl.load(checkpoint_at + row)
+    known = length
+    if DRAFTS:
+        if tl.load(ahead + row) > 0:
+            return  # the program of the known token before it does it
+        length = lines_of(ahead, row, tl.num_programs(2))
     at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + row), head * SIZE + j, real, PER_UNIT, N)[:, None] + i[None, :]
-    held = real[:, None] & (tl.load(kv_lens + row) > length)
+    held = real[:, None] & (tl.load(kv_lens + row) > known)
     state = tl.load(at, mask=held, other=0.0).to(tl.float32)
     for number in range(length):
         t = first + number
@@ -97,7 +110,9 @@ def _recur(
         into, out_of = tl.load(group).to(tl.float32), tl.load(group + GROUPS * N).to(tl.float32)
         step = softplus(step + shift)
         step = tl.minimum(tl.maximum(step, shortest), longest)
-        state = state * tl.exp(-rate * step) + (x * step)[:, None] * into[None, :]
+        factor, added = tl.exp(-rate * step), x * step
+        state *= factor
+        state += added[:, None] * into[None, :]
         result = tl.sum(state * out_of[None, :], 1) + skip * x
         tl.store(out + (t * HEADS + head) * SIZE + j, result.to(out.dtype.element_ty), mask=real)
         if not DECODES:  # noqa: SIM102 (decided when it is compiled)
@@ -105,7 +120,18 @@ def _recur(
                 line = tl.load(checkpoint_lines + row)
                 to = rows_at(memory, units, unit_stride, line_stride, line, head * SIZE + j, real, PER_UNIT, N)[:, None] + i[None, :]
                 tl.store(to, state.to(memory.dtype.element_ty), mask=real[:, None])
-    tl.store(at, state.to(memory.dtype.element_ty), mask=real[:, None])
+        if DRAFTS:
+            narrow = state.to(memory.dtype.element_ty)
+            state = narrow.to(tl.float32)
+            if number == 0:
+                tl.store(at, narrow, mask=real[:, None])
+            else:
+                tl.store(change + (t * HEADS + head) * SIZE + j, added, mask=real)
+                if tl.program_id(0) == 0:
+                    tl.store(decay + t * HEADS + head, factor)
+                    tl.store(key + (t * GROUPS + head // (HEADS // GROUPS)) * N + i, into)
+    if not DRAFTS:
+        tl.store(at, state.to(memory.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
@@ -210,13 +236,9 @@ def mamba2(
     }
     if in_chunks is None:
         in_chunks = fits_matrix_units(xbc, shape.state_size)
-    inputs = (
-        xbc,
-        dt,
-        A_log,
-        D,
-        dt_bias,
-        *step_tensors(state, tensor),
+    drafts, has_drafts = draft_tensors(state, tensor)
+    inputs = xbc, dt, A_log, D, dt_bias, *step_tensors(state, tensor)
+    others = (
         out,
         xbc.stride(0),
         dt.stride(0),
@@ -229,11 +251,11 @@ def mamba2(
     if batch.decodes or not in_chunks:
         tiling = recur_tiling(shape)
         launch(_recur, (triton.cdiv(shape.head_size, tiling.rows), shape.heads, rows))(
-            *inputs, ROWS=tiling.rows, DECODES=batch.decodes, num_warps=tiling.warps, **constants
+            *inputs, *drafts, *others, ROWS=tiling.rows, DECODES=batch.decodes, DRAFTS=has_drafts, num_warps=tiling.warps, **constants
         )
     else:
         tiling = carry_tiling(shape, gpu_of(xbc.device))
         launch(_carry, (triton.cdiv(shape.head_size, tiling.rows), shape.heads, rows))(
-            *inputs, CHUNK=CHUNK, ROWS=tiling.rows, STAGES=tiling.stages, num_warps=tiling.warps, **constants
+            *inputs, *others, CHUNK=CHUNK, ROWS=tiling.rows, STAGES=tiling.stages, num_warps=tiling.warps, **constants
         )
     return out

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803 (constants are upper case)
-"""Short causal convolution. One kernel computes a step of single tokens; of other steps, one computes outputs, by chunks of tokens, and then another
-replaces past inputs, which programs of the first may still read. Twin: `dovetail.nn.state.conv`."""
+"""Short causal convolution. One kernel computes a step of single tokens, another one of known tokens and drafts; of other steps, one computes
+outputs, by chunks of tokens, and then another replaces past inputs, which programs of the first may still read. Twin: `dovetail.nn.state.conv`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from dovetail.api.state import StateLayer
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
-from dovetail.nn.kernels.states import by_rows, empty_outputs, per_unit, row_of_chunk, rows_at, sigmoid, state_strides, step_tensors
+from dovetail.nn.kernels.states import by_rows, empty_outputs, lines_of, per_unit, row_of_chunk, rows_at, sigmoid, state_strides, step_tensors
 
 STEP_CHANNELS, STEP_WARPS = 512, 4  # of a program
 CHANNELS_AT_ONCE, TOKENS_AT_ONCE, WARPS = 128, 16, 4
@@ -61,6 +61,60 @@ def _conv_step(
     for i in tl.static_range(KERNEL - 2):
         tl.store(at + i, past[i + 1], mask=real)
     tl.store(at + KERNEL - 2, token.to(memory.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _conv_lines(
+    x,
+    weight,
+    bias,
+    memory,
+    units,
+    lines,
+    kv_lens,
+    ahead,
+    inputs,
+    out,
+    x_stride,
+    unit_stride,
+    line_stride,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute some channels of a request's known token and its drafts, note the drafts' inputs, and shift the past inputs by the known token."""
+    first, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = c < CHANNELS
+    let_next_begin(PDL)
+    weights = ()
+    for i in tl.static_range(KERNEL):
+        weights += (tl.load(weight + c * KERNEL + i, mask=real, other=0.0).to(tl.float32),)
+    offset = tl.load(bias + c, mask=real, other=0.0).to(tl.float32) if BIASED else tl.zeros([BLOCK], tl.float32)
+    wait(PDL)
+    if tl.load(ahead + first) > 0:
+        return  # the program of the known token before it does it
+    held = real & (tl.load(kv_lens + first) > 1)
+    at = rows_at(memory, units, unit_stride, line_stride, tl.load(lines + first), c, real, PER_UNIT, KERNEL - 1)
+    for draft in range(lines_of(ahead, first, tl.num_programs(1))):
+        t = (first + draft).to(tl.int64)
+        y = offset
+        for i in tl.static_range(KERNEL):
+            before = KERNEL - 1 - i
+            new = tl.load(x + (t - before) * x_stride + c, mask=real & (before <= draft), other=0.0)
+            seen = new.to(tl.float32)
+            if i < KERNEL - 1:
+                seen += tl.load(at + draft + i, mask=held & (before > draft), other=0.0).to(tl.float32)
+            y += seen * weights[i]
+        tl.store(out + t * CHANNELS + c, (y * sigmoid(y)).to(out.dtype.element_ty), mask=real)
+        if draft > 0:
+            tl.store(inputs + t * CHANNELS + c, tl.load(x + t * x_stride + c, mask=real).to(inputs.dtype.element_ty), mask=real)
+    past = _last_inputs(x, at, c, real, first, 1, held, x_stride, KERNEL)
+    tl.debug_barrier()  # nothing is replaced that another thread still reads
+    for i in tl.static_range(KERNEL - 1):
+        tl.store(at + i, past[i], mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -178,6 +232,27 @@ def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     unit_stride, line_stride = state_strides(state, tensor)
     constants = {"CHANNELS": channels, "KERNEL": kernel, "PER_UNIT": per_unit(state, tensor), **pdl_options(x.device)}
     biases, biased = (x if bias is None else bias), bias is not None
+    if batch.ahead is not None:
+        launch(_conv_lines, (triton.cdiv(channels, STEP_CHANNELS), len(x)))(
+            x,
+            weight,
+            biases,
+            memory,
+            units,
+            batch.lines,
+            batch.kv_lens,
+            batch.ahead,
+            state.changes[tensor],
+            out,
+            x.stride(0),
+            unit_stride,
+            line_stride,
+            BIASED=biased,
+            BLOCK=STEP_CHANNELS,
+            num_warps=STEP_WARPS,
+            **constants,
+        )
+        return out
     if batch.decodes:
         launch(_conv_step, (triton.cdiv(channels, STEP_CHANNELS), len(x)))(
             x,

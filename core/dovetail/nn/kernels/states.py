@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.api.state import StateLayer
+from dovetail.api.state import Changes, StateLayer
 from dovetail.nn.kernels.gpu import GPU, gpu_of
 
 SMALLEST, LARGEST = 16, 128  # rows of states that kernels for chunks take: what matrix units do, and what registers hold
-ROWS_AT_ONCE = tl.constexpr(128)
+ROWS_AT_ONCE, LINES_AT_ONCE = tl.constexpr(128), tl.constexpr(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,18 @@ def row_of_chunk(chunk, chunk_starts, rows):
 
 
 @triton.jit
+def lines_of(ahead, first, lines):
+    """Return the number of lines of the request whose known token is line `first` of `lines`: see `StateBatch.ahead`."""
+    count, goes_on = 0, True
+    while goes_on:
+        i = count + tl.arange(0, LINES_AT_ONCE)
+        own = tl.sum((tl.load(ahead + first + i, mask=first + i < lines, other=-1) == i).to(tl.int32), 0)
+        count += own
+        goes_on = own == LINES_AT_ONCE
+    return count
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), also where the sum would round exp(x) away; x where that is the same."""
     e = tl.exp(tl.minimum(x, 20.0))
@@ -83,6 +95,15 @@ def step_tensors(state: StateLayer, tensor: int) -> tuple[torch.Tensor, ...]:
     at = batch.lines if batch.checkpoint_at is None else batch.checkpoint_at
     to = batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines
     return state.memory[tensor], state.units[tensor], batch.lines, batch.kv_lens, batch.query_starts, at, to
+
+
+def draft_tensors(state: StateLayer, tensor: int) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Return ((ahead, decay, change, key), DRAFTS) for kernels that accumulate. Without `StateBatch.ahead` they read and write none of these."""
+    ahead, changes = state.batch.ahead, state.changes[tensor] if state.changes else None
+    if ahead is None or not isinstance(changes, Changes):
+        memory = state.memory[tensor]
+        return (state.batch.lines, memory, memory, memory), False
+    return (ahead, *changes), True
 
 
 def per_unit(state: StateLayer, tensor: int) -> int:

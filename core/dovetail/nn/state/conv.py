@@ -14,23 +14,29 @@ from dovetail.api.state import StateLayer
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.parameter import Part, Weight
-from dovetail.nn.state.scan import fresh, live_states
+from dovetail.nn.state.scan import fresh, lines_in_turn, live_states, with_drafts
 
 
 def short_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
     """Return silu of the causal convolution of x [tokens, channels] with weight [channels, kernel] and bias [channels]: the last column weighs the
     token itself, those before it earlier tokens. Tensor `tensor` of the state, [channels, kernel - 1], has a row's last inputs. Computed in
     float32."""
-    if use_kernels(weight):
-        from dovetail.nn.kernels import short_conv as kernels
 
-        with suppress(KernelUnavailable):
-            return kernels.short_conv(x, weight, bias, state, tensor)
-    return _plain(x, weight.float(), None if bias is None else bias.float(), state, tensor)
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        if use_kernels(weight):
+            from dovetail.nn.kernels import short_conv as kernels
+
+            with suppress(KernelUnavailable):
+                return kernels.short_conv(x, weight, bias, state, tensor)
+        return _plain(x, weight.float(), None if bias is None else bias.float(), state, tensor)
+
+    return with_drafts(state, compute, x)
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
     batch, past = state.batch, weight.shape[1] - 1
+    if batch.ahead is not None:
+        return _of_lines(x, weight, bias, state, tensor)
     if batch.decodes:
         lines = batch.lines[: len(x)]
         seen = torch.cat([live_states(state, tensor, lines, batch.kv_lens[: len(x)] <= 1), x[:, :, None].float()], dim=2)
@@ -56,6 +62,25 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sta
         at = firsts[kept] + batch.checkpoint_at[kept]
         state.write(tensor, batch.checkpoint_lines[kept], seen[at[:, None] + steps].transpose(1, 2))
     state.write(tensor, lines, seen[(firsts + lengths)[:, None] + steps].transpose(1, 2))
+    return out
+
+
+def _of_lines(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int) -> torch.Tensor:
+    """The convolution of single tokens that may be drafts, whose inputs it notes."""
+    batch, out, held = state.batch, torch.empty_like(x), torch.empty(0)
+    noted = state.changes[tensor]
+    assert isinstance(noted, torch.Tensor)
+    for ahead, tokens, row in lines_in_turn(batch, len(x)):
+        if not ahead:
+            held = live_states(state, tensor, batch.lines[tokens], batch.kv_lens[tokens] <= 1)
+        seen = torch.cat([held[row], x[tokens, :, None].float()], dim=2)
+        held[row] = seen[:, :, 1:]
+        if not ahead:
+            state.write(tensor, batch.lines[tokens], held)
+        else:
+            noted[tokens] = x[tokens].to(noted.dtype)
+        y = (seen * weight).sum(-1)
+        out[tokens] = F.silu(y if bias is None else y + bias).to(x.dtype)
     return out
 
 

@@ -24,10 +24,8 @@ from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import Part, Weight, whole
 from dovetail.nn.state.conv import ShortConv
 from dovetail.nn.state.norm import gated_norm
-from dovetail.nn.state.scan import Compute, by_heads, scan
+from dovetail.nn.state.scan import Compute, Rule, Tensors, by_heads, scan, shared, with_drafts
 from dovetail.nn.state.shapes import NORM_EPS, DeltaShape
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 def gated_delta_rule(
@@ -43,12 +41,16 @@ def gated_delta_rule(
     """Return the outputs [tokens, v_heads, v_size] of the rule for qkv [tokens, channels], all heads of q, then k, then v. q and k are divided by
     their lengths, and q by sqrt(k_size). Decay: -exp(A_log) * softplus(a + dt_bias); beta: sigmoid(b). a, b [tokens, v_heads]; A_log, dt_bias
     [v_heads] float32. Tensor `tensor` of the state is [v_heads * v_size, k_size]. Computed in float32, but for products of 16-bit numbers."""
-    if use_kernels(A_log, dt_bias):
-        from dovetail.nn.kernels import delta_rule as kernels
 
-        with suppress(KernelUnavailable):
-            return kernels.gated_delta_rule(qkv, a, b, A_log, dt_bias, shape, state, tensor)
-    return _scanned(qkv, a, b, A_log, dt_bias, shape, state, tensor, in_chunks)
+    def compute(qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if use_kernels(A_log, dt_bias):
+            from dovetail.nn.kernels import delta_rule as kernels
+
+            with suppress(KernelUnavailable):
+                return kernels.gated_delta_rule(qkv, a, b, A_log, dt_bias, shape, state, tensor)
+        return _scanned(qkv, a, b, A_log, dt_bias, shape, state, tensor, in_chunks)
+
+    return with_drafts(state, compute, qkv, a, b)
 
 
 def _scanned(
@@ -67,32 +69,27 @@ def _scanned(
     q, k = (_unit(by_heads(x, shape.k_heads)) for x in (q, k))
     decay = -A_log.exp() * F.softplus(a.float() + dt_bias)
     inputs = (q * shape.k_size**-0.5, k, by_heads(v, shape.v_heads), decay, b.float().sigmoid())
-    return scan(state, tensor, inputs, compute).to(qkv.dtype)
+    return scan(state, tensor, inputs, compute, RULE).to(qkv.dtype)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
-def token_by_token(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence itself; see `Compute`. Inputs: q, k [n, length, k_heads, k_size], v [n, length, v_heads, v_size], decay, beta [n, length,
-    v_heads]."""
-    v = inputs[2]
-    held = states.view(len(v), *v.shape[2:], -1)  # [n, v_heads, v_size, k_size]
-    outputs = []
-    for q, k, v, decay, beta in zip(*(x.unbind(1) for x in inputs), strict=True):
-        q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1)[:, :, None] for x in (q, k))  # [n, v_heads, 1, k_size]
-        held = held * decay.exp()[..., None, None]
-        held = held + (beta[..., None] * (v - (held * k).sum(-1)))[..., None] * k
-        outputs.append((held * q).sum(-1))
-    return torch.stack(outputs, 1), held.flatten(1, 2)
+def _change(held: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    _, k, v, _, beta = inputs
+    return beta[..., None] * (v - (held * shared(k, v.shape[1])).sum(-1)), k
+
+
+# Inputs: q, k [n, k_heads, k_size], v [n, v_heads, v_size], decay, beta [n, v_heads]
+RULE = Rule(decay=lambda inputs: inputs[3].exp(), change=_change, outputs=lambda held, inputs: (held * shared(inputs[0], held.shape[1])).sum(-1))
 
 
 def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_by_token` as matrix products. What tokens change at their keys depends on the changes of earlier tokens: a triangular system (WY
+    """`RULE` as matrix products. What tokens change at their keys depends on the changes of earlier tokens: a triangular system (WY
     representation, arXiv:2406.06484)."""
     if inputs[0].shape[1] == 1:
-        return token_by_token(states, inputs)
+        return RULE.token_by_token(states, inputs)
     q, k, v, decay, beta = (x.transpose(1, 2) for x in inputs)  # [n, heads, length, ...]
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     held = states.view(len(v), v.shape[1], v.shape[3], -1)

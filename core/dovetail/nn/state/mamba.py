@@ -22,9 +22,9 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import Part, Weight
 from dovetail.nn.state.conv import ShortConv
-from dovetail.nn.state.delta import Tensors, decays, per_head
+from dovetail.nn.state.delta import decays, per_head
 from dovetail.nn.state.norm import gated_norm
-from dovetail.nn.state.scan import Compute, by_heads, scan
+from dovetail.nn.state.scan import Compute, Rule, Tensors, by_heads, scan, shared, with_drafts
 from dovetail.nn.state.shapes import Mamba2Shape
 
 UNLIMITED = (0.0, float("inf"))
@@ -44,12 +44,16 @@ def mamba2(
     """Return the outputs [tokens, heads, head_size] for xBC [tokens, channels], all heads of x, then all groups of B, then C. Steps: softplus(dt +
     dt_bias), clamped to `limits`; dt [tokens, heads]. A = -exp(A_log); A_log, D, dt_bias [heads] float32. Tensor `tensor` of the state is [heads *
     head_size, state_size]. Computed in float32, but for products of 16-bit numbers."""
-    if use_kernels(A_log, D, dt_bias):
-        from dovetail.nn.kernels import mamba2 as kernels
 
-        with suppress(KernelUnavailable):
-            return kernels.mamba2(xBC, dt, A_log, D, dt_bias, limits, shape, state, tensor)
-    return _scanned(xBC, dt, A_log, D, dt_bias, limits, shape, state, tensor, in_chunks)
+    def compute(xBC: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:  # noqa: N803
+        if use_kernels(A_log, D, dt_bias):
+            from dovetail.nn.kernels import mamba2 as kernels
+
+            with suppress(KernelUnavailable):
+                return kernels.mamba2(xBC, dt, A_log, D, dt_bias, limits, shape, state, tensor)
+        return _scanned(xBC, dt, A_log, D, dt_bias, limits, shape, state, tensor, in_chunks)
+
+    return with_drafts(state, compute, xBC, dt)
 
 
 def _scanned(
@@ -69,27 +73,23 @@ def _scanned(
     x = by_heads(x, shape.heads)
     into, out_of = (by_heads(part, shape.groups) for part in (into, out_of))
     steps = F.softplus(dt.float() + dt_bias).clamp(*limits)
-    y = scan(state, tensor, (x * steps[..., None], into, out_of, -A_log.exp() * steps), compute)
+    y = scan(state, tensor, (x * steps[..., None], into, out_of, -A_log.exp() * steps), compute, RULE)
     y += D[:, None] * x
     return y.to(xBC.dtype)
 
 
-def token_by_token(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence itself without D; see `Compute`. Inputs: dt * x [n, length, heads, head_size], B, C [n, length, groups, state_size], A * dt [n,
-    length, heads]."""
-    held = states.view(len(states), *inputs[0].shape[2:], -1)  # [n, heads, head_size, state_size]
-    outputs = []
-    for x, into, out_of, decay in zip(*(part.unbind(1) for part in inputs), strict=True):
-        into, out_of = (part.repeat_interleave(x.shape[1] // part.shape[1], dim=1)[:, :, None] for part in (into, out_of))
-        held = held * decay.exp()[..., None, None] + x[..., None] * into
-        outputs.append((held * out_of).sum(-1))
-    return torch.stack(outputs, 1), held.flatten(1, 2)
+# The recurrence without D. Inputs: dt * x [n, heads, head_size], B, C [n, groups, state_size], A * dt [n, heads]
+RULE = Rule(
+    decay=lambda inputs: inputs[3].exp(),
+    change=lambda held, inputs: inputs[:2],  # type: ignore[arg-type, return-value]
+    outputs=lambda held, inputs: (held * shared(inputs[2], held.shape[1])).sum(-1),
+)
 
 
 def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_by_token` as matrix products: attention within the chunk, whose scores decay, and what the state adds."""
+    """`RULE` as matrix products: attention within the chunk, whose scores decay, and what the state adds."""
     if inputs[0].shape[1] == 1:
-        return token_by_token(states, inputs)
+        return RULE.token_by_token(states, inputs)
     x, into, out_of, decay = (part.transpose(1, 2) for part in inputs)  # [n, heads or groups, length, ...]
     sharing = x.shape[1] // into.shape[1]
     held = states.view(len(x), x.shape[1], x.shape[3], -1)

@@ -37,7 +37,8 @@ class DeltaShape:
 
     def spec(self, index: int) -> StateSpec:
         """Return the state of layer `index`: the convolution's inputs, and each v head's matrix [v_size, k_size]."""
-        return StateSpec(index, (_inputs(self.conv_channels, self.kernel), StateTensor(self.v_heads * self.v_size, self.k_size)))
+        matrices = StateTensor(self.v_heads * self.v_size, self.k_size, heads=self.v_heads, keys=self.k_heads)
+        return StateSpec(index, (_inputs(self.conv_channels, self.kernel), matrices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Mamba2Shape:
 
     def spec(self, index: int) -> StateSpec:
         """Return the state of layer `index`: the convolution's inputs, and each head's matrix [head_size, state_size]."""
-        return StateSpec(index, (_inputs(self.conv_channels, self.kernel), StateTensor(self.heads * self.head_size, self.state_size)))
+        matrices = StateTensor(self.heads * self.head_size, self.state_size, heads=self.heads, keys=self.groups)
+        return StateSpec(index, (_inputs(self.conv_channels, self.kernel), matrices))
 
 
 def _inputs(channels: int, kernel: int) -> StateTensor:

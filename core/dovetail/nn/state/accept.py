@@ -1,0 +1,54 @@
+"""Applies what accepted drafts change to the live states of rows, after a step that checked drafts: see `dovetail.api.state`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.api.state import Changes, StateBatch, StateLayer
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
+from dovetail.nn.state.scan import changed
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeLayers:
+    """Layers of equal states, which a kernel changes at once. `units` [lines, any] int32: the table of all states, in which a layer's units of
+    `layers[i].units[tensor]` begin at column `firsts[tensor][i]`, int32. `changes[tensor]`: as in `StateLayer`, with a dimension for the layer before
+    the others."""
+
+    layers: Sequence[StateLayer]
+    units: torch.Tensor
+    firsts: tuple[torch.Tensor, ...]
+    changes: tuple[torch.Tensor | Changes, ...]
+
+
+def accept_drafts(alike: AlikeLayers, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """Enqueue the changes of the drafts that count in a step with `StateBatch.ahead`. `known` [n] int64: the indices in it of the known tokens that
+    have drafts. `num_tokens` [lines] int32: tokens of each row, including those that the step has yielded: accepted drafts and one more."""
+    for tensor in range(len(alike.firsts)):
+        _accept(alike, tensor, batch, known, num_tokens)
+
+
+def _accept(alike: AlikeLayers, tensor: int, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    if use_kernels(known, alike.units, num_tokens):
+        from dovetail.nn.kernels import accept as kernels
+
+        with suppress(KernelUnavailable):
+            kernels.accept_drafts(alike, tensor, batch, known, num_tokens)
+            return
+    lines = batch.lines[known]
+    yielded = num_tokens[lines] - batch.kv_lens[known]
+    for layer in alike.layers:
+        noted, held = layer.changes[tensor], layer.read(tensor, lines)
+        for draft in range(1, int(yielded.max())):
+            rows = (yielded > draft).nonzero()[:, 0]
+            tokens = known[rows] + draft
+            if isinstance(noted, Changes):
+                held[rows] = changed(held[rows].float(), Changes(*(values[tokens] for values in noted))).to(held.dtype)
+            else:
+                held[rows] = torch.cat([held[rows, :, 1:], noted[tokens, :, None]], dim=2)
+        layer.write(tensor, lines, held)
