@@ -42,6 +42,7 @@ def merged(model: Any, weights: Weights) -> Any:
     """A copy of transformers' model with an adapter merged into its weights."""
     own = copy.deepcopy(model)
     for name, (a, b) in weights.items():
+        name = name.replace("backbone.", "model.")  # in checkpoints of Nemotron-H
         own.get_submodule(name).weight.data += b @ a
     return own
 
@@ -51,7 +52,7 @@ def generated(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """The tokens that transformers' model would choose."""
     ids = list(prompt)
     for _ in range(count):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 

@@ -18,7 +18,7 @@ from dovetail_executors.tensor import TensorExecutor
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy
 from tests.executors.adapting import Asked, Driver, generated, merged, random_adapter, save
 from tests.executors.test_same_tokens_over_ranks import divisible
-from tests.models.configs import MAX_LEN, configs, gemma4_configs, hybrid_configs, latent_configs
+from tests.models.configs import MAX_LEN, configs, hybrid_configs, latent_configs
 from tests.runtime.demo import context
 from tests.support import examples
 
@@ -106,4 +106,11 @@ def test_tokens_over_ranks_are_those_of_merged_weights(config: Any, size: int, s
 @given(config=st.one_of(gemma4_configs(), hybrid_configs(), latent_configs()), seed=st.integers(0, 1 << 30))
 def test_layers_that_merge_other_modules_are_adapted(config: Any, seed: int, tmp_path: Path) -> None:
     """Of recurrent layers, latent attention, and layers whose K is V."""
+    assert_tokens_are_those_of_merged_weights(config, tmp_path, seed, drafts=0)
+
+
+@examples(quick=4, full=20)
+@given(config=st.one_of(hybrid_configs(), latent_configs()), seed=st.integers(0, 1 << 30))
+def test_layers_that_merge_other_modules_are_adapted(config: Any, seed: int, tmp_path: Path) -> None:
+    """Of recurrent layers, and of latent attention."""
     assert_tokens_are_those_of_merged_weights(config, tmp_path, seed, drafts=0)

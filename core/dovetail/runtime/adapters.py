@@ -81,7 +81,7 @@ class AdapterBank:
             views.append((layer, places, _outputs(modules)))
         if not self.targets:
             raise UnsupportedError(
-                f"max_loras: {type(model).__name__} has no layer that LoRA adapters can change: these are layers of `dovetail.nn.linear`, which "
+                f"adapters: {type(model).__name__} has no layer that LoRA adapters can change: these are layers of `dovetail.nn.linear`, which "
                 "experts and models through transformers don't consist of"
             )
         self._all = torch.zeros(slots + 1, at, dtype=dtype, device=device)
