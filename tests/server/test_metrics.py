@@ -18,7 +18,7 @@ from dovetail.front.intake import GenerationDefaults, IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import EngineInfo, Load, ServedEngine
-from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER_CLIENTS, Histogram, ServerMetrics, metrics_route, token_bounds
+from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER, Histogram, ServerMetrics, metrics_route, token_bounds
 
 
 @dataclass
@@ -172,7 +172,7 @@ def test_no_number_of_clients_and_no_name_makes_more_than_so_many_figures(metric
         metrics.meter(client).saw(output(1, reason="stop"))
     assert len(metrics.clients) <= MAX_CLIENTS + 1
     assert sum(counts.requests for counts in metrics.clients.values()) == 3 * MAX_CLIENTS + 1
-    assert metrics.clients[OTHER_CLIENTS].requests > MAX_CLIENTS
+    assert metrics.clients[OTHER].requests > MAX_CLIENTS
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])

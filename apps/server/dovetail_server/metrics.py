@@ -24,8 +24,9 @@ from dovetail.request import FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import ServedEngine
 
 MAX_CLIENTS = 100  # clients with separate figures; later ones are counted together
+MAX_ADAPTERS = 1_000  # likewise
 MAX_CLIENT_CHARS = 64  # clients with longer names are counted together, too
-OTHER_CLIENTS = "other"
+OTHER = "other"
 
 # vLLM's bounds; those of inter-token latency begin below its 10 ms, since small models on fast devices are faster.
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -120,7 +121,8 @@ class ServerMetrics(Collector):
         if finish.engine is not None:
             self._engine_times(finish.engine)
         if finish.adapter is not None:
-            ended = self.adapters.setdefault(finish.adapter, [0, 0])
+            name = finish.adapter if finish.adapter in self.adapters or len(self.adapters) < MAX_ADAPTERS else OTHER
+            ended = self.adapters.setdefault(name, [0, 0])
             ended[0] += 1
             ended[1] += finish.generated_tokens
         counts = self._client(finish.client)
@@ -180,7 +182,7 @@ class ServerMetrics(Collector):
     def _client(self, client: str | None) -> ClientCounts:
         name = client or ""
         if name not in self.clients and (len(self.clients) >= MAX_CLIENTS or len(name) > MAX_CLIENT_CHARS):
-            name = OTHER_CLIENTS
+            name = OTHER
         return self.clients.setdefault(name, ClientCounts())
 
     @property
