@@ -103,13 +103,6 @@ def test_tokens_over_ranks_are_those_of_merged_weights(config: Any, size: int, s
 
 
 @examples(quick=4, full=20)
-@given(config=st.one_of(gemma4_configs(), hybrid_configs(), latent_configs()), seed=st.integers(0, 1 << 30))
-def test_layers_that_merge_other_modules_are_adapted(config: Any, seed: int, tmp_path: Path) -> None:
-    """Of recurrent layers, latent attention, and layers whose K is V."""
-    assert_tokens_are_those_of_merged_weights(config, tmp_path, seed, drafts=0)
-
-
-@examples(quick=4, full=20)
 @given(config=st.one_of(hybrid_configs(), latent_configs()), seed=st.integers(0, 1 << 30))
 def test_layers_that_merge_other_modules_are_adapted(config: Any, seed: int, tmp_path: Path) -> None:
     """Of recurrent layers, and of latent attention."""
