@@ -212,6 +212,11 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: sentence_transformer(path, "Pooling", "LSTM"), "module sentence_transformers.models.LSTM isn't served"),
     (lambda path: sentence_transformer(path, "Normalize", "Pooling"), "served are modules in the order"),
     (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"do_lower_case": True}), "do_lower_case"),
+    (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"modality_config": {"message": {}}}), "texts in a chat template"),
+    (
+        lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"processing_kwargs": {"text": {"padding": 8}}}),
+        "processing_kwargs isn't",
+    ),
     (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"model_type": "SparseEncoder"}), "SparseEncoder isn't served"),
     (lambda path: (path / "modules.json").write_text('[{"type": "own.Pooling", "path": ""}]'), "module own.Pooling isn't served"),
     (lambda path: (path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "../x"}]'), "expected modules"),

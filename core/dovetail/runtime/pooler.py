@@ -218,6 +218,8 @@ def _sums(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     states = states.float()
     if all(count == 1 for count in counts):
         return states
+    if not len(states):  # which `segment_reduce` refuses
+        return states.new_zeros(len(counts), states.shape[1])
     if states.device.type == "cpu":
         return torch.stack([run.sum(0) for run in torch.split(states, list(counts))])
     lengths = to_device(np.array(counts, np.int64), states.device)

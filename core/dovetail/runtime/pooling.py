@@ -217,9 +217,11 @@ def _max_length(directory: Path) -> int | None:
         raise UnsupportedError(f"{path}: do_lower_case isn't served: only the tokenizer's own rules are")
     if config.get("transformer_task", "feature-extraction") not in ("feature-extraction", "sequence-classification", "text-generation"):
         raise UnsupportedError(f"{path}: transformer_task = {shown(config['transformer_task'])} isn't served")
-    for key in ("query_length", "document_length", "query_expansion"):
-        if config.get(key) is not None:
+    for key in ("query_length", "document_length", "query_expansion", "processing_kwargs"):
+        if config.get(key):
             raise UnsupportedError(f"{path}: {key} isn't served")
+    if "message" in (config.get("modality_config") or ()) and config.get("transformer_task") != "text-generation":
+        raise UnsupportedError(f"{path}: modality_config has 'message': texts in a chat template aren't served; without that, they are as they stand")
     length = config.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ModelLoadError(f"{path}: max_seq_length: expected a number of tokens, got {shown(length)}")
