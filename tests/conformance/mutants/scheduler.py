@@ -210,6 +210,18 @@ class ForgetsThePreempted(Plain):
         serve(step, [request for request in step.waiting if not request.preemptions])
 
 
+@mutant(caught_by="scheduler.indivisible")
+class TakesBackWhatIsMoreThanItAllowed(Plain):
+    """So a prompt that is granted whole, though it asked for half the budget, never runs."""
+
+    def schedule(self, step: Step) -> None:
+        step.grant_each(step.running)
+        for request in step.waiting:
+            allowed = max(1, self.context.max_tokens // 2)
+            if step.grant(request, allowed).tokens > allowed:
+                step.preempt(request)
+
+
 @mutant(caught_by="scheduler.no_starvation")
 class LastComeFirstServed(Plain):
     def schedule(self, step: Step) -> None:

@@ -33,6 +33,7 @@ from dovetail.testing.suites.scheduler_loads import (
     crowded,
     flooded,
     held_back,
+    indivisible,
     pressed,
     ranked,
     streamed,
@@ -182,6 +183,21 @@ class SchedulerSuite(Suite):
             world = self._world(scenario.shape).play(scenario.acts)
             require(world.dead is None, f"the engine ended: {world.dead}")
             require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
+
+    @check("scheduler.indivisible", since="0.4")
+    def test_indivisible(self) -> None:
+        """Prompts that can't be divided (an encoder's, `Request.indivisible`) stay unfinished. `Step.grant` grants them whole or refuses with BUDGET,
+        whatever `max_tokens` says: try the next step again, where more tokens are left, and don't count with the tokens asked for, but with
+        `Grant.tokens`."""
+        for overlap in (True, False):
+            for pace in (None, 2.0):
+                scenario = indivisible(overlap, pace)
+                world = self._world(scenario.shape).play(scenario.acts)
+                require(world.dead is None, f"the engine ended: {world.dead}")
+                require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
+                tokens = {request.id: request.prompt_tokens for request in world.requests}
+                parts = [(name, count) for plan in world.watch.planned for name, count in plan.granted if count != tokens[name]]
+                require(not parts, f"granted in part: {parts}")
 
     @check("scheduler.no_starvation", since="0.1", capability="no_starvation")
     def test_no_starvation(self) -> None:

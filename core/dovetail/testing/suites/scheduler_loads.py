@@ -101,6 +101,25 @@ def streamed(overlap: bool) -> Scenario:
     return Scenario(shape, (*answers, *prompts))
 
 
+def indivisible(overlap: bool, pace: float | None) -> Scenario:
+    """Prompts of up to a step's whole budget that can't be divided, as an encoder's, two dozen at once and some later; each holds a page."""
+    shape = Shape(groups=((32, None, 1),), num_blocks=4, max_tokens=12, overlap=overlap, pace=pace)
+    prompts = [
+        Arrive(
+            tuple(range(i, i + (12, 3, 7, 1, 11)[i % 5])),
+            max_tokens=1,
+            delay=0.05 * (i // 24),
+            client="abc"[i % 3],
+            priority=i % 3,
+            deadline=1e6 + i * 5 % 7,
+            predicted_tokens=1,
+            indivisible=True,
+        )
+        for i in range(30)
+    ]
+    return Scenario(shape, tuple(prompts))
+
+
 def begun_without_memory() -> tuple[Scenario, ...]:
     """A decode, a prompt computed in chunks that runs out of memory, and a short arrival that would fit into the blocks left: it must not pass."""
     decode = Arrive((1,) * 8, max_tokens=20, priority=0, deadline=10.0)

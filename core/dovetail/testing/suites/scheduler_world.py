@@ -43,7 +43,7 @@ STEPS_A_TOKEN = 20  # a run is abandoned after this many steps per token to comp
 
 GIVEN = (  # attributes of a request that only the engine may change
     *("id", "prompt_array", "prompt_tokens", "params", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens"),
-    *("parent", "ttft_deadline", "tbt_s", "cache_keys", "extra", "sampling", "stop_ids"),
+    *("parent", "ttft_deadline", "tbt_s", "cache_keys", "extra", "sampling", "stop_ids", "indivisible"),
 )
 
 
@@ -75,7 +75,8 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Arrive:
     """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies, for
-    `stop_reason`. `id`: a reused one, of a request that has ended. `as_array`: its prompt is an array that its user could write to."""
+    `stop_reason`. `id`: a reused one, of a request that has ended. `as_array`: its prompt is an array that its user could write to. `indivisible`: its
+    prompt is computed in one step."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
@@ -93,6 +94,7 @@ class Arrive:
     cache_keys: tuple[str, ...] = ()
     as_array: bool = False
     adapter: str | None = None  # its digest
+    indivisible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +356,7 @@ class World:
             tbt_s=arrive.tbt_s,
             parent=id.partition(".")[0] if arrive.n > 1 else None,
             cache_keys=arrive.cache_keys,
+            indivisible=arrive.indivisible,
             sampling=RowSampling(seed=index),
             adapter=None if arrive.adapter is None else _Loaded(arrive.adapter),
             watchers=() if arrive.stops_after is None else (_Stop(arrive.stops_after, arrive.stop_reason),),
