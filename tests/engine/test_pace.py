@@ -120,7 +120,7 @@ class TwoPrompts(Scheduler):
             step.grant(prompts[0])
 
 
-def granted(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Request, Request], list[Grant]]) -> list[Grant]:
+def granted(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Request, Request], list[Grant]], *, indivisible: bool = False) -> list[Grant]:
     """Return the tokens granted by `act` for two prompts of 1,000 tokens that arrive during a stream; the pace allows 100 tokens per step."""
     monkeypatch.setattr(TwoPrompts, "act", staticmethod(act), raising=False)
     monkeypatch.setattr(TwoPrompts, "grants", [], raising=False)
@@ -128,7 +128,7 @@ def granted(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Request, Reque
     world = World(TwoPrompts, Shape(num_blocks=2_000, block_size=16, max_tokens=4096, max_seqs=4, max_model_len=2000, pace=1.1))
     world.add(Spec("stream", (1, 2, 3), max_tokens=60))
     for name in "ab":
-        world.add(Spec(name, (ord(name) % 90, 5) * 500, max_tokens=1, delay=0.1))
+        world.add(Spec(name, (ord(name) % 90, 5) * 500, max_tokens=1, delay=0.1, indivisible=indivisible))
     world.drain()
     return TwoPrompts.grants
 
@@ -150,3 +150,8 @@ def test_a_prompt_that_is_taken_back_gives_its_share_back(monkeypatch: pytest.Mo
         return [first, step.grant(b)]
 
     assert granted(monkeypatch, act) == [Grant(100), Grant(100)]
+
+
+def test_what_cannot_be_divided_is_taken_whole_beyond_the_pace_if_it_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = granted(monkeypatch, lambda step, a, b: [step.grant(a, 30), step.grant(b)], indivisible=True)
+    assert whole == [Grant(1000), Grant(0, Refusal.PACE)]

@@ -55,6 +55,23 @@ def test_budget_zero_tokens_wanted_is_refused_not_misuse() -> None:
     run(lambda step: (check_equal(step.grant(step.waiting[0], 0).refused, Refusal.BUDGET), fcfs(step)))
 
 
+@pytest.mark.parametrize("max_tokens", [None, 0, 1, 7, 100])
+@pytest.mark.parametrize("min_tokens", [1, 5, 100])
+def test_what_cannot_be_divided_is_granted_whole_or_refused_for_the_budget(max_tokens: int | None, min_tokens: int) -> None:
+    def plan(step: Step) -> None:
+        a, b, c = step.waiting
+        assert step.grant(a, max_tokens, min_tokens=min_tokens) == Grant(8)
+        before = state(step)
+        assert step.grant(b, max_tokens, min_tokens=min_tokens) == Grant(0, Refusal.BUDGET)
+        assert state(step) == before
+        assert step.grant(c, max_tokens, min_tokens=min_tokens) == Grant(4), "a smaller one fits"
+
+    world = World(scripted(plan), Shape(max_tokens=12))
+    for id, prompt in {"a": A, "b": B, "c": C[:4]}.items():
+        world.add(Spec(id, prompt, max_tokens=1, indivisible=True))
+    world.drain(check=True)
+
+
 def test_seats_as_many_as_max_num_seqs_run_in_a_step() -> None:
     def plan(step: Step) -> None:
         a, b, c = step.waiting

@@ -86,6 +86,7 @@ class Spec:
     rule_length: int = 0
     max_drafts: int | None = None
     adapter: str | None = None  # its digest
+    indivisible: bool = False
 
 
 class FakeAdapter:
@@ -296,6 +297,7 @@ class World:
                 predicted_tokens=spec.predicted_tokens,
                 parent=spec.id if spec.n > 1 else None,
                 cache_keys=spec.cache_keys,
+                indivisible=spec.indivisible,
                 sampling=RowSampling(seed=index),
                 stop_ids=spec.stop_ids,
                 constraint=None if spec.rule is None else constraint(spec.rule, spec.rule_length, vocab_size=self.shape.vocab_size),

@@ -11,8 +11,10 @@ import torch
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.api.state import StateBatch, StateLayer, StateSpec
+from dovetail_models.bert import Bert, XLMRoberta
 from dovetail_models.decoder import DecoderShape
 from dovetail_models.llama import Llama
+from dovetail_models.modernbert import ModernBert
 from dovetail_models.qwen3 import Qwen3
 from dovetail_models.qwen3_next import Qwen35
 from tests.conformance.mutants import mutant
@@ -36,6 +38,36 @@ class Altered(Qwen3):
 
 
 # ---- numbers
+
+
+@mutant(caught_by="model.transformers")
+class CountsPaddingWithinAPrompt(XLMRoberta):
+    """Positions begin after padding's, but every token takes one."""
+
+    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> torch.nn.Module:
+        model: Any = super().encoder(config, specs, context, prefix)
+        forward, first, model.padding = model.forward, config.pad_token_id + 1, None
+        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions + first, wanted)
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.config_fields")
+class TakesTheWindowForOneSide(ModernBert):
+    """The window of an encoder's layer is that many tokens together, on both sides."""
+
+    def window(self, config: Any, index: int) -> int | None:
+        return config.local_attention if super().window(config, index) else None
+
+
+@mutant(caught_by="model.ragged")
+class AddsTheMeanOfTheStep(Bert):
+    """As if a step were one text."""
+
+    def encoder(self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str) -> torch.nn.Module:
+        model: Any = super().encoder(config, specs, context, prefix)
+        forward = model.norm.forward
+        model.norm.forward = lambda x: forward(x + x.mean(0))
+        return model  # type: ignore[no-any-return]
 
 
 @mutant(caught_by="model.transformers")

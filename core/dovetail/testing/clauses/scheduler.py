@@ -11,7 +11,13 @@ CLAUSES: Marks = {
     "*": TOLD,
     "Step": {"It is closed": held("sound"), "*": TOLD},
     "Step.held_back": held("adapters"),
-    "Step.grant": {"Raises `PolicyError`": held("sound"), "must not act on the step": held("sound"), "Fewer than n": held("paced"), "A prompt that can't be divided": held("indivisible"), "*": TOLD},
+    "Step.grant": {
+        "Raises `PolicyError`": held("sound"),
+        "must not act on the step": held("sound"),
+        "Fewer than n": held("paced"),
+        "A prompt that can't be divided": held("indivisible"),
+        "*": TOLD,
+    },
     "Step.wake_at": held("sound", "finishes"),
     "Claims": {
         "checks `order`": held("order"),

@@ -80,7 +80,14 @@ OF_STATES: dict[str, dict[str, Any]] = {  # besides, for architectures with recu
     },
 }
 
-OF_ENCODERS: dict[str, Any] = {"layer_norm_eps": 1e-2, "norm_eps": 1e-2, "local_attention": 9, "pad_token_id": 1}  # besides, for encoders
+OF_ENCODERS: dict[str, Any] = {  # besides, for encoders
+    "layer_norm_eps": 1e-2,
+    "norm_eps": 1e-2,
+    "local_attention": 9,
+    "pad_token_id": 1,
+    "cls_token_id": None,
+    "sep_token_id": None,
+}
 
 KINDS = ("sliding_attention", "full_attention")  # of layers, in turn, for architectures with a rotary embedding for each
 STATE_KINDS = ("linear_attention", "full_attention")  # for architectures with recurrent layers

@@ -75,8 +75,8 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Arrive:
     """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies, for
-    `stop_reason`. `id`: a reused one, of a request that has ended. `as_array`: its prompt is an array that its user could write to. `indivisible`: its
-    prompt is computed in one step."""
+    `stop_reason`. `id`: a reused one, of a request that has ended. `as_array`: its prompt is an array that its user could write to.
+    `indivisible`: its prompt is computed in one step."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
