@@ -181,8 +181,8 @@ class Pooling(BaseModel):
     than the second. null: as the checkpoint says."""
 
     template: Annotated[str, Field(min_length=1)] | None = None
-    """How a pair of texts becomes the prompt to score, with `{query}` and, after it, `{document}`. null: that of Qwen3-Reranker for a generator with
-    score tokens, and the tokenizer's form of a pair for any other model."""
+    """How a pair of texts becomes the prompt to score, with `{query}` and, after it, `{document}`. null: that of Qwen3-Reranker for a Qwen3 with
+    score tokens, and the tokenizer's form of a pair for a classifier."""
 
     @field_validator("template")
     @classmethod

@@ -162,7 +162,33 @@ RUNS |= {
         assert len(done) == 4
     """,
 }
+RUNS |= {
+    "basic/embed": f"""
+        {PARSED}
+        parser.set_defaults(model="demo", runner="pooling", max_model_len=128)
+        llm = LLM(**vars(parser.parse_args([])))
+        done = llm.embed(["Hello, my name is", "The capital of France is"])
+        assert all(len(output.outputs.embedding) == 256 for output in done)
+        llm.close()
+    """,
+    "basic/score": f"""
+        {PARSED}
+        parser.set_defaults(model="demo", runner="pooling", max_model_len=128)
+        llm = LLM(**vars(parser.parse_args([])))
+        done = llm.score("What is the capital of France?", ["The capital of Brazil is Brasilia.", "The capital of France is Paris."])
+        assert all(-1 <= output.outputs.score <= 1 for output in done)
+        llm.close()
+    """,
+}
 REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
+    "basic/classify": (
+        f"""
+        {PARSED}
+        parser.set_defaults(model="demo", runner="pooling")
+        LLM(**vars(parser.parse_args([]))).classify(["a"])
+        """,
+        "can't do classify",
+    ),
     "basic/reward": (
         f"""
         {PARSED}
@@ -242,7 +268,7 @@ def test_the_page_says_which_programs_run() -> None:
     page = (DOCS / "coming-from-vllm.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([a-z0-9_/]+)` \| (runs|refused)", page.partition("## Change the import")[2], re.MULTILINE))
     assert rows == {**dict.fromkeys(RUNS, "runs"), **dict.fromkeys(REFUSED, "refused")}
-    assert len(rows) == 27
+    assert len(rows) == 30
 
 
 # Modules and names

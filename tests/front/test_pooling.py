@@ -110,8 +110,13 @@ def test_a_checkpoint_s_wrong_prompts_are_named(content: dict[str, Any], tmp_pat
 
 def test_a_generator_with_score_tokens_gets_pairs_in_the_form_of_qwen3_reranker(tmp_path: Path) -> None:
     yes_or_no = dataclasses.replace(GENERATOR, tasks=("classify", "embed"), labels=("score",))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert PoolingFacts.of(yes_or_no, tmp_path, None, 10, 10).template == YES_OR_NO
-    assert PoolingFacts.of(GENERATOR, tmp_path, None, 10, 10).template is None
+    assert PoolingFacts.of(yes_or_no, tmp_path, "{query}{document}", 10, 10).template == "{query}{document}"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    other = PoolingFacts.of(yes_or_no, tmp_path, None, 10, 10)
+    with pytest.raises(RequestError, match="only Qwen3-Reranker's is known: say yours"):
+        PoolingIntake(other, lambda texts: [], lambda: pytest.fail("no tokenizer is needed")).plan_scores([("a", "b")], PoolingParams())
 
 
 class Around:

@@ -61,7 +61,8 @@ class PoolingFacts:
             raise ModelLoadError(f"{path}: prompts must map names to texts, got {shown(prompts)}")
         if default is not None and default not in prompts:
             raise ModelLoadError(f"{path}: default_prompt_name {shown(default)} names none of its prompts")
-        if template is None and capacity.generates and "classify" in capacity.tasks:
+        config = model_dir / "config.json"
+        if template is None and capacity.generates and config.exists() and read_json_object(config).get("model_type") == "qwen3":
             template = YES_OR_NO
         fits_step = not capacity.indivisible or max_model_len <= max_step_tokens
         most, limit = (max_model_len, "max_model_len") if fits_step else (max_step_tokens, "max_num_batched_tokens")
@@ -182,6 +183,8 @@ class PoolingIntake:
             return self._plan_cosines(pairs, params)
         params = replace(params, task="classify")
         template = self.facts.template if template is None else checked_template(template)
+        if template is None and self.facts.capacity.generates:
+            raise RequestError("template: this generator scores a prompt with both texts, and only Qwen3-Reranker's is known: say yours")
         if template is None:
             return ScorePlan(self._tokenizer().encode_pairs(pairs, self._most(params)), params, None)
         return ScorePlan(self._filled(template, pairs, self._most(params)), params, None)
