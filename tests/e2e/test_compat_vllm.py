@@ -161,8 +161,6 @@ RUNS |= {
         llm.close()
         assert len(done) == 4
     """,
-}
-RUNS |= {
     "basic/embed": f"""
         {PARSED}
         parser.set_defaults(model="demo", runner="pooling", max_model_len=128)
