@@ -17,7 +17,6 @@ from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.front.engine_args import flag_of, flag_value
 from dovetail.front.vllm_args import ARGUMENTS, is_given, translated
-from dovetail.roadmap import planned
 from dovetail_server.settings import ServerSettings
 
 logger = logging.getLogger("dovetail")
@@ -46,7 +45,6 @@ REFUSED = {  # flags of vLLM's server -> what does the same here
     "--model": "the model is the argument itself: dovetail serve MODEL",
     "--config": "name the file instead of the model: dovetail serve engine.yaml",
     "--allowed-origins": "--cors-origin, once for each origin",
-    "--lora-modules": planned("LoRA adapters"),
     "--ssl-ca-certs": "let a proxy check the certificates of clients",
 }
 
