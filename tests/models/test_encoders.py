@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dovetail.api.attention import LayerSpec
 from dovetail.api.executor import RowPooling
 from dovetail.errors import UnsupportedError
+from dovetail.runtime.attention_choice import choose_attention
 from dovetail.testing.checks import CheckFailed
 from tests.models.pooling_checkpoints import save, states
 from tests.models.test_pooling import PROMPTS, agree, pooled, started
+from tests.runtime.demo import DEMO, context
 
 WINDOWED: dict[str, Any] = {"local_attention": 6, "num_hidden_layers": 4, **dict.fromkeys(("cls_token_id", "sep_token_id"), 2)}
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
@@ -130,3 +133,21 @@ def test_an_encoder_of_another_kind_is_refused_by_the_field(family: str, fields:
     saved(tmp_path, family, **fields)
     with pytest.raises(UnsupportedError, match=words), started(tmp_path):
         pass
+
+
+def test_a_backend_for_the_other_kind_of_layers_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    backends = {backend.name.partition(":")[2]: backend for backend in context().attention}
+    saved(tmp_path, "Bert")
+    with (
+        pytest.raises(UnsupportedError, match=r"attention to later tokens .*\n.*there is `packed`"),
+        started(tmp_path, attention=(backends["torch"],)),
+    ):
+        pass
+    with pytest.raises(UnsupportedError, match="packed: causal attention isn't supported"), started(DEMO, attention=(backends["packed"],)):
+        pass
+
+
+def test_a_model_that_mixes_both_kinds_of_layers_is_refused() -> None:
+    specs = [LayerSpec(index, 4, 4, 8, 1.0, causal=bool(index)) for index in range(2)]
+    with pytest.raises(UnsupportedError, match="some layers are causal and others aren't"):
+        choose_attention(context().attention, specs, "cpu", "float32", None)
