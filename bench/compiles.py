@@ -204,8 +204,7 @@ def launch_adapters(dtype: torch.dtype) -> None:
     pieces = torch.zeros(hidden // width, 3, dtype=torch.int32)
     for tokens in (1, adapters.FEW_TOKENS, adapters.FEW_TOKENS + 1):
         x = torch.zeros(tokens, hidden, dtype=dtype)
-        for gated_modules in (0, 2):
-            adapters.add(x, x, a, b, pieces, width, adapters.sorted_tokens(torch.zeros(tokens, dtype=torch.int32), 3), gated_modules)
+        adapters.add(x, x, a, b, pieces, width, adapters.sorted_tokens(torch.zeros(tokens, dtype=torch.int32), 3))
 
 
 def launch_experts_of_float8(dtype: torch.dtype) -> None:

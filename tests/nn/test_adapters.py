@@ -98,26 +98,6 @@ def test_the_kernels_compute_what_the_definition_says(dtype: torch.dtype, **case
 
 
 @runs_kernels
-@examples(quick=40 if ON_GPU else 12, full=400 if ON_GPU else 60)
-@given(
-    stacked=st.booleans(),
-    inner=st.sampled_from([128, 136, 256]),
-    count=st.sampled_from([1, 20, 40]),
-    dtype=st.sampled_from(DTYPES),
-    seed=cases["seed"],
-)
-def test_the_gate_is_applied_to_what_adapters_have_changed(stacked: bool, inner: int, count: int, dtype: torch.dtype, seed: int) -> None:
-    torch.manual_seed(seed)
-    layer = bank(64, (2 * inner,) if stacked else (inner, inner), (0,) if stacked else (0, 1), 3, 16, dtype)
-    slots = torch.randint(0, 4, (count,), dtype=torch.int32, device=DEVICE)
-    x, y = torch.randn(count, 64).to(dtype).to(DEVICE), torch.randn(count, 2 * inner).to(dtype).to(DEVICE)
-    expected = silu_mul(exact(layer, y, x, slots))
-    with pytest.MonkeyPatch.context() as patch, layer.step.of_tokens(slots):
-        patch.setattr(adapters, "use_kernels", lambda *tensors: True)
-        assert_close(layer.gated(y, x), expected)
-
-
-@runs_kernels
 def test_many_tokens_are_computed_in_larger_blocks() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapters, "use_kernels", lambda *tensors: True)

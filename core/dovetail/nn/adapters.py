@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.errors import DovetailError
-from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 
@@ -106,7 +105,8 @@ class LayerAdapters:
             from dovetail.nn.kernels import adapters as kernels
 
             with suppress(KernelUnavailable):
-                return kernels.add(y, x, self.a, self.b, self.pieces, MOST_OUTPUTS, tokens.sorted(len(self.a)))
+                kernels.add(y, x, self.a, self.b, self.pieces, MOST_OUTPUTS, tokens.sorted(len(self.a)))
+                return y
         slots = tokens.slots
         on_cpu = x.device.type == "cpu"
         for slot in set(slots.tolist()) - {0} if on_cpu else range(1, len(self.a)):
@@ -116,16 +116,6 @@ class LayerAdapters:
             else:  # shapes are the same in every step
                 y.copy_(torch.where((slots == slot)[:, None], self._sum(y, x, slot), y))
         return y
-
-    def gated(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return silu of the first half of the outputs, times the second half [tokens, out / 2], of `added_to(y, x)`, which may change y."""
-        if use_kernels(x, y) and (len(self.outputs) == 2 or y.shape[1] // 2 % MOST_OUTPUTS == 0):  # no piece has both
-            from dovetail.nn.kernels import adapters as kernels
-
-            with suppress(KernelUnavailable):
-                tokens = self.step.of(len(x)).sorted(len(self.a))
-                return kernels.add(y, x, self.a, self.b, self.pieces, MOST_OUTPUTS, tokens, gated_modules=len(self.outputs))
-        return silu_mul(self.added_to(y, x))
 
     def _sum(self, y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:
         """Return y plus what the adapter in a slot computes for all tokens."""

@@ -18,7 +18,7 @@ import torch
 
 from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.errors import UnsupportedError
-from dovetail.nn.activation import ACTIVATIONS, act_mul
+from dovetail.nn.activation import ACTIVATIONS, act_mul, silu_mul
 from dovetail.nn.adapters import LayerAdapters
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.layer import Layer
@@ -93,16 +93,16 @@ class MergedColumnParallelLinear(LinearLayer):
 
     def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
         if (adapted := self.adapted) is not None:
-            return adapted.added_to(*self._unfused(x, norm))
+            return self._unfused(adapted, x, norm)
         return self.format.columns(self.weight, x, self.bias, norm)
 
-    def _unfused(self, x: torch.Tensor | Residual, norm: RMSNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the outputs, and the input that they are computed from."""
+    def _unfused(self, adapted: LayerAdapters, x: torch.Tensor | Residual, norm: RMSNorm | None) -> torch.Tensor:
+        """Return the outputs with what adapters add."""
         if isinstance(x, Residual):
             x = x.summed() if norm is None else x.normed(norm)
         elif norm is not None:
             x = norm(x)
-        return self.format.columns(self.weight, x, self.bias), x
+        return adapted.added_to(self.format.columns(self.weight, x, self.bias), x)
 
 
 def interleaved(pieces: Mapping[str, int], groups: int, group: ParallelGroup, what: str) -> dict[str | None, Columns]:
@@ -173,8 +173,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
 
     def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
         if (adapted := self.adapted) is not None:
-            y, inputs = self._unfused(x, norm)
-            return adapted.gated(y, inputs) if self.activation == "silu" else act_mul(adapted.added_to(y, inputs), self.activation)
+            y = self._unfused(adapted, x, norm)
+            return silu_mul(y) if self.activation == "silu" else act_mul(y, self.activation)
         if self.activation == "silu":
             return self.format.columns(self.weight, x, self.bias, norm, gated=True)
         return act_mul(self.format.columns(self.weight, x, self.bias, norm), self.activation)

@@ -69,49 +69,14 @@ def _multiply_a(
         tl.store(place, total, mask=real[:, None] & (r < RANKS)[None, :])
 
 
-@triton.jit
-def _sum(
-    inner,
-    b,
-    y,
-    t,
-    real,
-    n,
-    end,
-    module,
-    slot,
-    tokens,
-    slot_stride,
-    OUTPUTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    SHARES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Return outputs n of tokens t, and in slots above 0 the sum of the shares times B added, float32 rounded to y's dtype."""
-    i = tl.arange(0, AT_ONCE)
-    total = tl.load(y + t.to(tl.int64)[:, None] * OUTPUTS + n[None, :], mask=real[:, None] & (n < end)[None, :], other=0.0).to(tl.float32)
-    if slot > 0:
-        b_at = b + slot.to(tl.int64) * slot_stride + n[None, :] * RANK + i[:, None]
-        for at in range(0, RANK, AT_ONCE):
-            inner_at = inner + t.to(tl.int64)[:, None] * RANKS + (module * RANK + at + i)[None, :]
-            left = tl.zeros([t.shape[0], AT_ONCE], tl.float32)
-            for share in tl.static_range(SHARES):
-                left += tl.load(inner_at + share * tokens.to(tl.int64) * RANKS, mask=real[:, None], other=0.0)
-            right = tl.load(b_at + at, mask=(n < end)[None, :], other=0.0)
-            total = tl.dot(left.to(y.dtype.element_ty), right, total, input_precision="ieee")
-    return total.to(y.dtype.element_ty)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _add_b(
     inner,
     b,  # [slots, OUTPUTS, RANK]
-    y,  # [tokens, OUTPUTS]; GATED: gates, then ups
-    out,  # the same, or GATED: [tokens, OUTPUTS / 2]
+    y,  # [tokens, OUTPUTS]
     places,
     slots,
-    pieces,  # [pieces, 3]: first output and end, of a single module, and the module; GATED: of gates
+    pieces,  # [pieces, 3]: first output and end, of a single module, and the module
     tokens,
     slot_stride,
     OUTPUTS: tl.constexpr,
@@ -121,27 +86,31 @@ def _add_b(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,  # ranks
-    GATED: tl.constexpr,
-    UP: tl.constexpr,  # number of modules from that of gates to that of ups
     PDL: tl.constexpr,
 ):
-    """Add the sum of the shares, times B, to one piece of the outputs of a block's tokens; GATED: write silu(gates) * ups, also in slot 0."""
+    """Add the sum of the shares, times B, to one piece of the outputs of a block's tokens."""
     block, piece = tl.program_id(0), tl.program_id(1)
+    m, i = tl.arange(0, ROWS), tl.arange(0, AT_ONCE)
     start, end, module = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
     n = start + tl.arange(0, COLUMNS)
-    width: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     let_next_begin(PDL)
     wait(PDL)
     slot = tl.load(slots + block)
-    if slot > 0 or (GATED and slot == 0):
-        t = tl.load(places + block * ROWS + tl.arange(0, ROWS))
+    if slot > 0:
+        t = tl.load(places + block * ROWS + m)
         real = t < tokens
-        total = _sum(inner, b, y, t, real, n, end, module, slot, tokens, slot_stride, OUTPUTS, RANK, RANKS, SHARES, AT_ONCE)
-        if GATED:
-            up = _sum(inner, b, y, t, real, n + width, end + width, module + UP, slot, tokens, slot_stride, OUTPUTS, RANK, RANKS, SHARES, AT_ONCE)
-            gate = total.to(tl.float32)
-            total = (gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)).to(y.dtype.element_ty)
-        tl.store(out + t.to(tl.int64)[:, None] * width + n[None, :], total, mask=real[:, None] & (n < end)[None, :])
+        y_at = y + t.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
+        mask = real[:, None] & (n < end)[None, :]
+        b_at = b + slot.to(tl.int64) * slot_stride + n[None, :] * RANK + i[:, None]
+        total = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+        for at in range(0, RANK, AT_ONCE):
+            inner_at = inner + t.to(tl.int64)[:, None] * RANKS + (module * RANK + at + i)[None, :]
+            left = tl.zeros([ROWS, AT_ONCE], tl.float32)
+            for share in tl.static_range(SHARES):
+                left += tl.load(inner_at + share * tokens.to(tl.int64) * RANKS, mask=real[:, None], other=0.0)
+            right = tl.load(b_at + at, mask=(n < end)[None, :], other=0.0)
+            total = tl.dot(left.to(y.dtype.element_ty), right, total, input_precision="ieee")
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=mask)
 
 
 def sorted_tokens(slots: torch.Tensor, count: int) -> SortedTokens:
@@ -149,21 +118,9 @@ def sorted_tokens(slots: torch.Tensor, count: int) -> SortedTokens:
     return SortedTokens(*sort(slots, count, FEW_ROWS if len(slots) <= FEW_TOKENS else MANY_ROWS))
 
 
-def add(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    pieces: torch.Tensor,
-    width: int,
-    tokens: SortedTokens,
-    gated_modules: int = 0,
-) -> torch.Tensor:
-    """Add to y [tokens, out] what the tokens' adapters compute of x [tokens, in], in place, and return it. With `gated_modules`, the number of
-    modules that gates and ups are made of, return silu(first half) * second half of that [tokens, out / 2] instead; y stays as it is.
-
-    a [slots, modules * rank, in] and b [slots, out, rank] are each contiguous within a slot. `pieces` [any, 3] int32: (first output, end, module),
-    each of at most `width` outputs, a power of two."""
+def add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, pieces: torch.Tensor, width: int, tokens: SortedTokens) -> None:
+    """Add to y [tokens, out] what the tokens' adapters compute of x [tokens, in]. a [slots, modules * rank, in] and b [slots, out, rank] are each
+    contiguous within a slot. `pieces` [any, 3] int32: (first output, end, module), each of at most `width` outputs, a power of two."""
     count, inputs = x.shape
     (_, ranks, _), (_, outputs, rank) = a.shape, b.shape
     blocks, rows = tokens.places.shape
@@ -186,16 +143,12 @@ def add(
         num_stages=3,
         **sizes,
     )
-    out = torch.empty((count, outputs // 2), dtype=y.dtype, device=y.device) if gated_modules else y
-    launch(_add_b, (blocks, len(pieces) // 2 if gated_modules else len(pieces)))(
-        *(inner, b, y, out, tokens.places, tokens.slots, pieces, count, b.stride(0)),
+    launch(_add_b, (blocks, len(pieces)))(
+        *(inner, b, y, tokens.places, tokens.slots, pieces, count, b.stride(0)),
         OUTPUTS=outputs,
         RANK=rank,
         SHARES=shares,
         COLUMNS=width,
         AT_ONCE=min(64, rank & -rank),
-        GATED=gated_modules > 0,
-        UP=gated_modules - 1,
         **sizes,
     )
-    return out
