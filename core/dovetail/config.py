@@ -302,7 +302,8 @@ class EngineConfig(BaseModel):
     """The KV-cache manager, which gives blocks of K and V to requests and shares them."""
 
     attention: Choice = ComponentChoice("auto")
-    """The attention backend. auto: the first built-in backend that can serve the model: triton on a GPU, else torch."""
+    """The attention backend. auto: the first built-in backend that can serve the model: triton on a GPU, else torch; packed for
+    encoders."""
 
     sampler: Choice = _built_in("default")
     """The sampler, which draws tokens from the logits."""

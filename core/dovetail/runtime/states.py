@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from dovetail.api.state import CHUNK, Changes, Drafted, StateBatch, StateLayer, StateSpec, StateSteps, StateTensor
 from dovetail.errors import DovetailError
 from dovetail.kv_layout import CachedState, PlannedLayout
-from dovetail.nn.state.accept import AlikeLayers, accept_drafts
+from dovetail.nn.state.accept import accept_drafts
+from dovetail.nn.state.alike import AlikeLayers
 from dovetail.runtime.transfer import all_to_device, to_device
 
 Int32 = NDArray[np.int32]

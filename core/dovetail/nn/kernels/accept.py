@@ -16,7 +16,7 @@ from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.states import per_unit, rows_at, state_strides
 
 if TYPE_CHECKING:
-    from dovetail.nn.state.accept import AlikeLayers
+    from dovetail.nn.state.alike import AlikeLayers
 
 NUMBERS, WARPS = 4096, 4  # of a program
 

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
-from dovetail.api.state import Changes, StateBatch, StateLayer
+from dovetail.api.state import Changes, StateBatch
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
+from dovetail.nn.state.alike import AlikeLayers
 from dovetail.nn.state.scan import changed
-
-
-@dataclass(frozen=True, slots=True)
-class AlikeLayers:
-    """Layers of equal states, which a kernel changes at once. `units` [lines, any] int32: the table of all states, in which a layer's units of
-    `layers[i].units[tensor]` begin at column `firsts[tensor][i]`, int32. `changes[tensor]`: as in `StateLayer`, with a dimension for the layer before
-    the others."""
-
-    layers: Sequence[StateLayer]
-    units: torch.Tensor
-    firsts: tuple[torch.Tensor, ...]
-    changes: tuple[torch.Tensor | Changes, ...]
 
 
 def accept_drafts(alike: AlikeLayers, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor) -> None:
