@@ -125,7 +125,7 @@ def test_nothing_is_imported_if_the_plugins_that_may_be_are_not_known(engine_yam
     assert dovetail("check", "engine.yaml").stderr == "error: engine.yaml:1: plugins.denny: unknown key, did you mean deny?\n"
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "eagle3"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "medusa"])
 def test_keys_of_things_to_come_point_to_the_roadmap(name: str) -> None:
     done = dovetail("show", "--set", f"{name}=2")
     assert f"--set: {name}: unknown key: not there yet; " in done.stderr

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.api.executor import RowPooling
-    from dovetail.engine.adapters import Adapter
+    from dovetail.engine.adapter import Adapter
     from dovetail.engine.constraint import Constraint
     from dovetail.engine.finish import Gate, Preparation, TokenWatcher
 

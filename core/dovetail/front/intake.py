@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.api.executor import RowPooling
 from dovetail.api.sampler import RowSampling
 from dovetail.checks import plain_text, shown
-from dovetail.engine.adapters import Adapter
+from dovetail.engine.adapter import Adapter
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import TokenWatcher
 from dovetail.engine.live_request import LiveRequest
