@@ -274,7 +274,7 @@ def test_what_this_model_and_these_components_do_not_know_is_refused(engine: LLM
 
 
 def test_parameters_must_be_sampling_params(engine: LLMEngine, alone: Any) -> None:
-    with in_company(engine, alone), pytest.raises(RequestError, match="params must be SamplingParams, got dict"):
+    with in_company(engine, alone), pytest.raises(RequestError, match="params must be SamplingParams or PoolingParams, got dict"):
         engine.add_request("bad", "a", {"temperature": 0})  # type: ignore[arg-type]
 
 
@@ -557,7 +557,7 @@ def test_what_goes_up_to_the_limits_is_taken(narrow: LLMEngine) -> None:
 
 def test_every_limit_has_a_request_that_goes_too_far() -> None:
     of_chats = {"max_chat_chars", "max_template_chars", "max_template_s", "max_template_bytes"}  # see test_chat_limits
-    others = {"max_waiting", "max_grammar_s"}  # see tests/structured
+    others = {"max_waiting", "max_grammar_s", "max_inputs"}  # see tests/structured and tests/server/test_pooling.py
     assert set(ROOM) == set(Limits.model_fields) - of_chats - others == {limit for limit, _, _ in TOO_FAR}
 
 
