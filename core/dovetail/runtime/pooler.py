@@ -172,7 +172,7 @@ class Pooler:
     def _gathered(self, members: Sequence[_Member], hidden: torch.Tensor, places: Int64) -> torch.Tensor:
         """Return what is pooled of each member's tokens up to now, [n, hidden] float32: of a mean that isn't due, the sum."""
         vectors = _sums(_taken(hidden, _places(members, places)), [member.count for member in members])
-        if not all(member.begins and member.due for member in members):
+        if self.plan.capacity.method != "last" and not all(member.begins and member.due for member in members):
             if self._held is None:
                 self._held = vectors.new_zeros(self._state.max_rows, vectors.shape[1])
             numbers = to_device(np.array([member.number for member in members]), hidden.device)

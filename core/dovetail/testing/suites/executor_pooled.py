@@ -91,17 +91,18 @@ class ExecutorPooled(ExecutorSubject):
                 for task in can.tasks if not can.indivisible else ():
                     pooling = RowPooling(task)
                     expected = self._alone(bench, "c", pooling)
-                    self._pools(bench, "c", task=pooling)
-                    bench.run({"c": 20})
-                    seat = bench.seats["c"]
-                    computed = 0 if can.needs_all_states(task) else 16 // bench.block_size * bench.block_size
-                    bench.remove("c")
-                    blocks = seat.blocks if computed else None
-                    bench.add("c", seat.tokens, row=seat.row, computed=computed, blocks=blocks, room=0, pooling=pooling)
-                    bench.run({"c": 5})
-                    result = bench.prefill("c")
-                    require_close(result.pooled.get(0), expected, f"{task} by {method}, of a row that began again after {computed} tokens")
-                    bench.remove("c")
+                    for _ in range(2):  # the second time in a row that has pooled such a prompt
+                        self._pools(bench, "c", task=pooling)
+                        bench.run({"c": 20})
+                        seat = bench.seats["c"]
+                        computed = 0 if can.needs_all_states(task) else 16 // bench.block_size * bench.block_size
+                        bench.remove("c")
+                        blocks = seat.blocks if computed else None
+                        bench.add("c", seat.tokens, row=seat.row, computed=computed, blocks=blocks, room=0, pooling=pooling)
+                        bench.run({"c": 5})
+                        result = bench.prefill("c")
+                        require_close(result.pooled.get(0), expected, f"{task} by {method}, of a row that began again after {computed} tokens")
+                        bench.remove("c")
 
     @check("executor.pooled_settings", since="0.7", capability="pooling")
     def test_rows_differ_in_what_they_want(self) -> None:
