@@ -55,6 +55,26 @@ def test_parameters_of_each_prompt_are_its_own() -> None:
         assert datas[1].shape == (len(ids[1]), 6)
 
 
+@pytest.mark.parametrize("seats", [1, 2])
+def test_a_prompt_whose_states_are_summed_keeps_its_row_when_others_come_first(seats: int) -> None:
+    """What is pooled of its first chunks is kept in its row. More requests run than there are seats, and each new one is more urgent."""
+    prompts = {str(place): [place + 5] * length for place, length in enumerate((60, 50, 40, 30, 20, 3))}
+    outputs: dict[str, Any] = {}
+    with LLMEngine.from_config(config(EMBEDDER, scheduler="priority", max_num_seqs=seats, max_num_batched_tokens=8)) as engine:
+        urgency = len(prompts)
+        for name, prompt in prompts.items():
+            urgency -= 1
+            engine.add_request(name, prompt, PoolingParams(task="token_embed" if urgency % 2 else "embed"), priority=urgency)
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    for name, prompt in prompts.items():
+        task = "embed" if int(name) % 2 else "token_embed"
+        np.testing.assert_array_equal(
+            np.float32(outputs[name].outputs.data), expected(prompt, task, EMBEDDER), f"{name}: {outputs[name].stop_reason}"
+        )
+
+
 def test_classes_and_scores_of_a_classifier() -> None:
     with llm(CLASSIFIER) as one:
         [output] = one.classify("a rose", use_tqdm=False)

@@ -25,7 +25,7 @@ class Refusal(Enum):
     SEATS = "max_num_seqs requests run in this step already"
     MEMORY = "not enough KV blocks, even if all offered requests were evicted"
     ADAPTERS = "every slot for adapters was taken in this step"
-    NOT_NOW = "granted, evicted or rejected in this step already, or waiting for tokens in flight"
+    NOT_NOW = "granted, evicted or rejected in this step already, or waiting for tokens in flight, or for prompts that keep their rows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,12 +196,14 @@ class RequestQueue:
 
 class RowAllocator:
     """Assigns the executor's `max_num_seqs` rows. A request keeps its row from step to step, so that its token ids needn't be sent again; one that
-    holds blocks but isn't in the step may lose its row to one that is, and gets a new one later."""
+    holds blocks but isn't in the step may lose its row to one that is, and gets a new one later; but not if its row has a state that is nowhere
+    else."""
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
         self._holders: list[LiveRequest | None] = [None] * num_rows
         self._removed: list[int] = []  # rows given up since the last batch
+        self._keeping: set[LiveRequest] = set()  # requests with rows that they must keep until their last token is planned
 
     def release(self, request: LiveRequest) -> None:
         """Free its row, if it has one."""
@@ -210,6 +212,7 @@ class RowAllocator:
             self._holders[row] = None
             self._free.append(row)
             self._removed.append(row)
+            self._keeping.discard(request)
             request.row = -1
 
     def assign(self, request: LiveRequest) -> None:
@@ -219,6 +222,20 @@ class RowAllocator:
         row = self._free.pop()
         self._holders[row] = request
         request.row = row
+        if request.keeps_row:
+            self._keeping.add(request)
+
+    def kept_from(self, request: LiveRequest) -> int:
+        """Return how many rows `request` can't get in the step being planned, because others keep them, which aren't in it."""
+        return 0 if not self._keeping or request in self._keeping else sum(self._keeps(r) and not r.granted for r in self._keeping)
+
+    @property
+    def are_kept(self) -> bool:
+        """True if any request keeps its row."""
+        return bool(self._keeping)
+
+    def _keeps(self, holder: LiveRequest) -> bool:
+        return holder in self._keeping and not holder.in_flight
 
     def take_removed(self) -> list[int]:
         """Return the rows given up since the last call, each once."""
@@ -228,5 +245,5 @@ class RowAllocator:
     def _victim(self) -> LiveRequest:
         """Return the request to take a row from: it doesn't run in this step, has the fewest tokens in flight, and among such ran longest
         ago."""
-        idle = [holder for holder in self._holders if holder is not None and not holder.granted]
+        idle = [holder for holder in self._holders if holder is not None and not holder.granted and not self._keeps(holder)]
         return min(idle, key=lambda r: (r.in_flight, r.decided_in))

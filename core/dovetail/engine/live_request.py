@@ -50,6 +50,7 @@ class LiveRequest(Request):
         "gates",
         "granted",
         "in_flight",
+        "keeps_row",
         "last_computed",
         "last_token_time",
         "lost",
@@ -98,6 +99,7 @@ class LiveRequest(Request):
         self.constraint = constraint
         self.watchers: tuple[TokenWatcher, ...] = (*watchers,) if constraint is None else (constraint, *watchers)
         self.pooling, self.adapter = pooling, adapter
+        self.keeps_row = pooling is not None and params.prompt_logprobs is not None  # its row has what is pooled of its prompt up to now
         # it waits for them before policies see it
         self.preparations: tuple[Preparation, ...] = tuple(one for one in (constraint, adapter) if one is not None)
         self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself included; empty for n = 1

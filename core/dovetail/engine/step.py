@@ -189,7 +189,8 @@ class PlannedStep:
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
         self._check_open()
         refused: list[Request] = []
-        granted, index, running, known, log = self.granted, self.index, Status.RUNNING, self._known, self.decisions is not None
+        granted, index, running, known = self.granted, self.index, Status.RUNNING, self._known
+        slow = self.decisions is not None or self._books.rows.are_kept
         for request in cast("Iterable[LiveRequest]", requests):  # anything else is refused as unknown
             if request not in known:
                 self._check_known(request)
@@ -203,7 +204,7 @@ class PlannedStep:
                 and self._tokens_left > 0
                 and self._seqs_left > 0
                 and not (in_flight and request.row < 0)
-                and not log
+                and not slow
                 and (end <= request.capacity or self._extend(request, end))  # last, since it takes a block
             ):
                 request.num_computed = end
@@ -296,6 +297,8 @@ class PlannedStep:
             return Refusal.BUDGET
         if self._seqs_left < 1:
             return Refusal.SEATS
+        if self._seqs_left <= self._books.rows.kept_from(request):
+            return Refusal.NOT_NOW
         room_for = start + tokens  # the pace slows computing, and spares no memory
         layout = self._books.layout
         if reserve and (not layout.has_windows or layout.pages(end) <= self._books.num_pages):  # windows may release what doesn't fit at once
