@@ -202,11 +202,20 @@ def test_files_outside_of_the_folder_of_adapters_are_refused(tmp_path: Path) -> 
     sly = write_adapter(inside / "sly")
     (sly / WEIGHTS).unlink()
     (sly / WEIGHTS).symlink_to(outside / WEIGHTS)
-    for path in (outside, inside / "link", sly, inside / ".." / "secret"):
+    for path in (outside, inside / "link", sly, inside / ".." / "secret", tmp_path, tmp_path / "none"):  # nor is told what else there is
         assert "isn't below the folder of adapters" in refusal(path, within=inside)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_path_that_no_directory_can_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    for name in ("x" * 5_000, "a\0b", "itself"):
+        for within in (None, tmp_path):
+            says = refusal(tmp_path / name, within=within)
+            assert "can't be read" in says or "is no directory here" in says
+            assert len(says) < 500
+
+
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a")
     (folder / WEIGHTS).unlink()

@@ -72,8 +72,15 @@ class AdapterFiles:
     def find(cls, path: str, within: Path | None = None) -> AdapterFiles:
         """Find the files in the directory `path`, which must be in the folder `within`, if there is one, whatever links say. Raises
         `RequestError`."""
-        directory = Path(path)
-        if not directory.is_dir():
+        directory, path = Path(path), path[:200]
+        try:
+            outside = within is not None and not directory.resolve().is_relative_to(within.resolve())
+            is_there = directory.is_dir()
+        except (OSError, ValueError, RuntimeError) as error:  # it is too long, has a null byte, or is a link to itself
+            raise RequestError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from None
+        if outside:
+            raise RequestError(f"{path} isn't below the folder of adapters")
+        if not is_there:
             raise RequestError(f"{path} is no directory here: give one that has {CONFIG}; `hf download` fetches an adapter from the hub to one")
         for name in (CONFIG, WEIGHTS):
             if not (directory / name).exists():

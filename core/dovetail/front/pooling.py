@@ -130,7 +130,8 @@ class ScorePlan:
         if self.places is None:
             return float(results[0][0])
         first, second = (result.astype(np.float64) for result in results)
-        return float(first @ second / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12))
+        cosine = float(first @ second / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12))
+        return min(1.0, max(-1.0, cosine))  # rounding may exceed them
 
 
 class PoolingIntake:
