@@ -201,7 +201,6 @@ SMG_ROUTES = [
     "/generate",
     "/rerank",
     "/v1/rerank",
-    "/v1/embeddings",
     "/v1/classify",
     "/v1/decisions",
     "/v1/tokenize",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tools import docs_hooks
 
-from dovetail import LLM, AsyncLLMEngine, BeamSearchParams, EngineArgs, EngineConfig, LLMEngine, SamplingParams
+from dovetail import LLM, AsyncLLMEngine, BeamSearchParams, EngineArgs, EngineConfig, LLMEngine, PoolingParams, SamplingParams
 from dovetail.errors import ConfigError, EngineDeadError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.async_engine import _in_our_order
@@ -341,6 +341,17 @@ def beams(llm: LLM) -> None:
     assert [entries[token].logprob <= 0 for token, entries in zip(best.tokens[-3:], best.logprobs, strict=True)] == [True] * 3
 
 
+def pools(llm: LLM) -> None:
+    [one], [other] = llm.embed("ROMEO:"), llm.encode("ROMEO:", pooling_task="embed")
+    assert one.outputs.embedding == other.outputs.data.tolist()
+
+
+def scores(llm: LLM) -> None:
+    same, other = llm.score("ROMEO:", ["ROMEO:", "JULIET:"])
+    assert same.outputs.score == pytest.approx(1.0)
+    assert other.outputs.score < 1.0
+
+
 def same_engine(llm: LLM) -> None:
     assert llm.llm_engine is llm.engine
 
@@ -363,6 +374,13 @@ async def answers(engine: AsyncLLMEngine) -> None:
     assert (outputs[-1].request_id, outputs[-1].prompt, len(outputs[-1]["token_ids"])) == ("a", "ROMEO:", 4)
     named = [output async for output in engine.generate(prompt="ROMEO:", sampling_params=GREEDY, request_id="a", priority=0)]
     assert named[-1]["token_ids"] == outputs[-1]["token_ids"]
+
+
+@asynchronous
+async def encodes(engine: AsyncLLMEngine) -> None:
+    [one] = [output async for output in engine.encode("ROMEO:", PoolingParams(), "a")]
+    [other] = [output async for output in engine.encode("a", "ROMEO:", PoolingParams())]
+    assert one.outputs.data.tolist() == other.outputs.data.tolist()
 
 
 @asynchronous
@@ -402,6 +420,8 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     'llm.generate([{"prompt_token_ids": [1, 2]}])': ids,
     "llm.chat(messages, sampling_params)": chats,
     "llm.beam_search(prompts, BeamSearchParams(beam_width=...": beams,
+    "llm.embed(prompts)": pools,
+    "llm.score(data_1, data_2)": scores,
     "llm.get_tokenizer()": tokenizers,
     "llm.get_default_sampling_params()": defaults,
     "llm.get_metrics()": metrics,
@@ -422,6 +442,7 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     "engine.do_log_stats()": logs,
     "AsyncLLMEngine.from_engine_args(EngineArgs(model=...))": answers,
     "engine.generate(prompt, sampling_params, request_id)": answers,
+    "engine.encode(prompt, pooling_params, request_id)": encodes,
     "await engine.abort(request_id)": aborts,
     "await engine.get_tokenizer()": tells,
     "await engine.get_model_config()": tells,

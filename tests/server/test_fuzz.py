@@ -33,8 +33,9 @@ _known: list[Any] = []  # the operations, once a server has told them
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of a small real model, which answers with a few tokens, and keeps files."""
-    config = {"model": "demo", "max_model_len": 128, "max_num_seqs": 4}
-    settings = ServerSettings(batch_directory=str(tmp_path_factory.mktemp("batches")))
+    config = {"model": "demo", "max_model_len": 128, "max_num_seqs": 4, "adapters": {"slots": 1}}
+    adapters = str(tmp_path_factory.mktemp("adapters"))
+    settings = ServerSettings(batch_directory=str(tmp_path_factory.mktemp("batches")), adapter_directory=adapters)
     with serving_in_threads(config, settings, chat_template=TEMPLATE) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         _known[:] = [operation.ok() for operation in schema.get_all_operations()]

@@ -17,7 +17,7 @@ def test_what_was_not_tried_stands_in_the_verdicts_line() -> None:
         },
     )
     assert verdict.conformant
-    assert verdict.line == "CONFORMANT attention api=0.4, 1/1, 1 capabilities absent, 0 waived, 1 not tried here (cuda_graph)"
+    assert verdict.line == "CONFORMANT attention api=0.5, 1/1, 1 capabilities absent, 0 waived, 1 not tried here (cuda_graph)"
 
 
 def test_a_suite_that_could_try_nothing_does_not_conform() -> None:

@@ -251,7 +251,7 @@ def _pooling_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) ->
     if capacity.pooling is not None:
         lengths = capacity.max_model_len, config.max_num_batched_tokens
         return PoolingFacts.of(capacity.pooling, model_dir, config.pooling.template, *lengths)
-    if wrong := config.pooling.model_fields_set:
+    if wrong := config.pooling.model_dump(exclude_defaults=True):
         raise UnsupportedError(f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or use `local` or `tensor`")
     return None
 

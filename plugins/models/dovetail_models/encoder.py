@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ModelPooling, ParallelGroup, WeightRule
+from dovetail.api.model import BuildContext, ModelCapabilities, ModelPooling, ParallelGroup, WeightRule
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import share
 from dovetail_models.arch import ConfigArch
@@ -21,6 +21,7 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 class EncoderArch(ConfigArch):
     """Architecture of an encoder, with or without a head for labels on top."""
 
+    capabilities = ModelCapabilities()  # no draft head reads an encoder
     activations = ("gelu",)
     auto_classes = ("AutoModel", "AutoModelForSequenceClassification")
     prefix: str  # of the encoder's tensors in a checkpoint that has a head

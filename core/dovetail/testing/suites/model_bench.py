@@ -276,7 +276,7 @@ class Reference:
 
     def __init__(self, config: Any, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.encodes = configs.encodes(config.architectures[0])
+        self.encodes = configs.encodes((config.architectures or [""])[0])
         self.model: Any = (_encoder if self.encodes else _generator)(config).eval()
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
