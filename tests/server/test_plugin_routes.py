@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import httpx
@@ -141,6 +142,17 @@ async def test_keys_and_limits_hold_for_them(fake: Callable[..., FakeEngine]) ->
             busy = await http.post("/haiku", json={"prompt": "Hi"}, headers=key)
             assert (busy.status_code, "max_queued_requests" in busy.text) == (429, True)
     assert engine.aborted, "the client has gone"
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_an_engine_that_dies_meanwhile_is_answered_with_503(fake: Callable[..., FakeEngine]) -> None:
+    engine = fake(paced=True)
+    async with serving(engine, offering("haiku")) as url, httpx.AsyncClient(base_url=url) as http, asyncio.TaskGroup() as tasks:
+        asked = tasks.create_task(http.post("/haiku", json={"prompt": "Hi"}))
+        await engine.until_requests(1)
+        engine.step()
+        engine.die()
+        assert (await asked).status_code == 503
 
 
 @pytest.mark.usefixtures("haiku")

@@ -7,8 +7,8 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.errors import ConfigError, DovetailError, PluginError, describe
 from dovetail.front.chat import ChatOptions
+from dovetail.front.engine_thread import Unread
 from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.registry.registry import Registry
@@ -54,7 +55,7 @@ class Context:
         return self._served.engine.tokenizer
 
     async def generate(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
-        server, listener = self._served, _Queue()
+        server, listener = self._served, _Reader()
         prompt = await run_in_threadpool(server.engine.tokenized, prompt)
         tokens = len(prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt))
         server.admission.check(1, tokens)
@@ -64,11 +65,8 @@ class Context:
             async with asyncio.timeout(server.settings.request_timeout_s):
                 await server.engine.submit(request_id, prompt, changed_unchecked(params, output_kind=OutputKind.DELTA), listener, **fields)
                 while not done:
-                    output = await listener.queue.get()
+                    output = await listener.next()
                     ticket.leave(begun=True)
-                    if isinstance(output, DovetailError):
-                        done = True
-                        raise output
                     done = output.finished
                     yield output
         finally:
@@ -77,13 +75,11 @@ class Context:
                 server.engine.abort(request_id)
 
     async def answer(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> RequestOutput:
-        samples: dict[int, Any] = {}
+        whole = Unread(lambda: None, joins=True)
         async with aclosing(self.generate(prompt, params, **fields)) as outputs:
             async for output in outputs:
-                for new in output.outputs:
-                    before = samples.get(new.index)
-                    samples[new.index] = new if before is None else _joined(before, new)
-        return replace(output, outputs=[samples[index] for index in sorted(samples)])
+                whole.put(output)
+        return cast(RequestOutput, whole.take()[0])
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> Prompt:
         return await run_in_threadpool(self._served.engine.chat.prompt, messages, options or ChatOptions())
@@ -92,32 +88,39 @@ class Context:
         self._served.check_health()
 
 
-def _joined(before: Any, new: Any) -> Any:
-    logprobs = None if new.logprobs is None else [*(before.logprobs or ()), *new.logprobs]
-    return replace(new, text=before.text + new.text, token_ids=[*before.token_ids, *new.token_ids], logprobs=logprobs)
-
-
-class _Queue:
-    """`Listener` that keeps outputs until they are read; never more than an answer."""
+class _Reader:
+    """`Listener` whose outputs wait until they are read."""
 
     is_plain = False
 
     def __init__(self) -> None:
-        self.queue = asyncio.Queue[RequestOutput | DovetailError]()
+        self._news = asyncio.Event()
+        self._unread = Unread(self._news.set, joins=True)
 
     def on_text(self, text: str, tokens: int) -> None:
         raise NotImplementedError
 
     def on_output(self, output: RequestOutput) -> None:
-        self.queue.put_nowait(output)
+        self._unread.put(output)
 
     def on_error(self, error: DovetailError) -> None:
-        self.queue.put_nowait(error)
+        self._unread.end(error)
+
+    async def next(self) -> RequestOutput:
+        """Wait for the next output. Raises the error that ended the request."""
+        await self._news.wait()
+        self._news.clear()
+        output, end = self._unread.take()
+        if end is not None:
+            if output is None:
+                raise end
+            self._news.set()
+        return cast(RequestOutput, output)
 
 
 @dataclass(frozen=True, slots=True)
 class PluginRoutes:
-    """What plugins add, each guarded. `context` is to be given the server before the first request."""
+    """The routes and middleware of plugins, each wrapped so that its errors stay its own. Give `context` the server before the first request."""
 
     context: Context = field(default_factory=Context)
     routes: list[BaseRoute] = field(default_factory=list)
@@ -161,11 +164,10 @@ class _Answer:
 
     async def fail(self, error: Exception, owner: str, scope: Scope, receive: Receive) -> None:
         """Answer an error that a plugin has raised. Raises it if the response has begun."""
-        if not isinstance(error, DovetailError):
+        if not (known := isinstance(error, DovetailError)):
             logger.error("%s raised %s while it answered %s", owner, describe(error), scope.get("path"), exc_info=error)
         if self.has_begun or scope["type"] != "http":
             raise error
-        known = isinstance(error, DovetailError)
         told = http_error(error) if known else HttpError(500, f"{owner} failed to answer; the server's log says why", code="internal_error")
         await told.response(scope["path"])(scope, receive, self)
 
