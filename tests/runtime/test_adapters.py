@@ -80,7 +80,7 @@ def test_decodes_with_adapters_have_graphs_of_their_own(bench: Bench, tmp_path: 
     assert graphs.replayed == [(Kind.ADAPTED_DECODE, 4)] * 4
     bench.run({3: 1})
     bench.run({1: 1, 3: 1})
-    assert graphs.replayed[4:] == [(Kind.DECODE, 1), (Kind.DECODE, 2)], "rows without adapters are computed as ever"
+    assert graphs.replayed[4:] == [(Kind.DECODE, 1), (Kind.DECODE, 2)], "rows without adapters replay the plain graphs"
 
 
 def with_graphs(bench: Bench) -> WatchedGraphs:

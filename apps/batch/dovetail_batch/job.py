@@ -82,7 +82,7 @@ class JobSettings(BaseModel):
     """The answers: a path, or `path` and `format`."""
 
     task: JobTask = "generate"
-    """What to do with rows: generate answers, or embed them."""
+    """The task decides whether the job generates an answer to each row, or embeds each row."""
 
     sampling: dict[str, Any] = {}
     """Default sampling parameters of rows."""

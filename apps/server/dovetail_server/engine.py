@@ -114,7 +114,7 @@ class ServedEngine(Protocol):
 
     @property
     def pooling(self) -> PoolingIntake:
-        """What makes prompts for requests that pool. Raises `RequestError` if the engine can't."""
+        """Return the object that prepares prompts of pooling requests. Raises `RequestError` if the engine can't pool."""
 
     async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: Listener, **fields: Any) -> None:
         """Submit a request. Outputs are deltas, whatever `params.output_kind`. `fields`: those of `RequestFields`, and `extra`. Text is tokenized in

@@ -160,7 +160,7 @@ class PackedLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class PackedResult(msgspec.Struct, array_like=True, gc=False):
-    """What was pooled for a sample."""
+    """A packed result carries the embedding or the scores of one pooling request to a front end."""
 
     number: int
     size: int  # of a vector

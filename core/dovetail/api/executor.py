@@ -129,8 +129,8 @@ PoolingMethod = Literal["last", "mean", "cls"]
 
 @dataclass(frozen=True, slots=True)
 class RowPooling:
-    """What a request that pools wants of its prompt's states. "embed": one vector; "classify": the scores of the labels; with "token_", these of each
-    token."""
+    """Parameters of a pooling request. The task "embed" returns one vector for the prompt, and "classify" one score for each label; the tasks with
+    the prefix "token_" return these for each token."""
 
     task: PoolingTask
     dimensions: int | None = None  # keep that many leading numbers of an embedding; None: all

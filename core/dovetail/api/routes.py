@@ -17,9 +17,9 @@ Example:
         return [Route("/haiku", haiku, methods=["POST"])]
     ```
 
-The server's authentication, request ids and log cover these routes as its own, and its limits on waiting requests what they generate. An error in a
-handler is answered with 500, and named in the log with the plugin; other routes don't notice. A handler runs in the event loop of a front end, which
-it must not block.
+These routes have the server's authentication, request ids and log, and what they generate counts against its limits on waiting requests. If a
+handler raises an unexpected error, the client gets status 500, and the log names the plugin; other routes aren't affected. Handlers run in the event
+loop of a front end and must not block it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RouteContext(Protocol):
-    """What routes may use of the server. The engine is there once the first request comes, not while routes are made."""
+    """The interface of the server for a plugin's routes. Its engine can be used in handlers, but not while the routes are created."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -50,8 +50,9 @@ class RouteContext(Protocol):
         """Generate, and yield what is new (`outputs[0].text`, `token_ids`) until an output has `finished`. `fields`: those of
         `LLMEngine.add_request`, such as `priority` and `client`.
 
-        Closing the generator, or cancelling its task, aborts the request. Raises `RequestError` for an invalid one, answered with 400; an error that
-        is answered with 429 while the server is busy; and `EngineDeadError`, with 503."""
+        Closing the generator, or cancelling its task, aborts the request. Raises `RequestError` for an invalid request (status 400),
+        `EngineDeadError` if the engine has failed (503), and another `DovetailError` while the server is busy (429). A handler need not catch
+        them: the server then answers with these statuses."""
 
     async def answer(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> RequestOutput:
         """Generate, and return all of it at the end. Raises as `generate` does."""

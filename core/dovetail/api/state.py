@@ -54,7 +54,7 @@ class StateSpec:
 
 
 class Changes(NamedTuple):
-    """What tokens change in an accumulated tensor: see `StateTensor`. All are float32."""
+    """The changes that tokens make to an accumulated tensor, in float32: see `StateTensor`."""
 
     decay: torch.Tensor  # [n, heads]
     change: torch.Tensor  # [n, rows]

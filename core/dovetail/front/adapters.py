@@ -59,7 +59,7 @@ class RequestedAdapter:
 
 @dataclass(slots=True)
 class _Known:
-    """What was last read under a name."""
+    """The adapter that was last read under a name."""
 
     request: LoRARequest
     files: AdapterFiles

@@ -245,7 +245,7 @@ class LLMEngine(SaysWhatIsMissing):
 
     @property
     def pooling(self) -> PoolingIntake:
-        """What makes prompts for requests that pool. Raises `RequestError` if the engine can't."""
+        """Return the object that prepares prompts of pooling requests. Raises `RequestError` if the engine can't pool."""
         return self._intake.pooling
 
     @exclusive

@@ -149,7 +149,7 @@ def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterConte
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """What PEFT's config says of ranks, scales and modules."""
+    """The ranks, scales and target modules that `adapter_config.json` of PEFT sets."""
 
     rank: int
     alpha: float

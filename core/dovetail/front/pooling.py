@@ -70,7 +70,7 @@ class PoolingFacts:
 
     @property
     def calls(self) -> str:
-        """What to call instead of a call that the model can't serve."""
+        """Return the calls that this model serves, for the error about one that it doesn't."""
         return "; ".join(_CALLS[task] for task in self.capacity.tasks)
 
     @property

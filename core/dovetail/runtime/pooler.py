@@ -91,7 +91,7 @@ class _Member:
 
 
 class PooledStep(NamedTuple):
-    """What a step's rows need to pool."""
+    """The states that the pooling rows of one step need."""
 
     members: list[_Member]
     tokens: Int64  # [any] indices, among the step's tokens, of those with wanted states; ascending, member by member

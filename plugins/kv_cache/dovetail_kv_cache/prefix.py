@@ -404,9 +404,8 @@ class PrefixCache(KVCacheManager):
         return True
 
     def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
-        """Request a checkpoint at the first target within the hashes that are committed now, up to `full`, unless there is one. It takes free or
-        cached pages, but only while one more block of each group of K and V remains available for every request: a checkpoint must not cause a
-        preemption."""
+        """Request a checkpoint at the first target among the hashes committed now, up to `full`, unless one is pending. To cause no preemption, it
+        takes pages only if one more K and V block of each group then remains available for every request."""
         pool, group = self._pool, len(self._paged)
         if table.pending is not None:
             return
