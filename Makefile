@@ -14,7 +14,7 @@ demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
 
 test: $(VENV)/.dev  ## the quick test suite
-	$(BIN)/python -m pytest -n 3  # on two cores: tests also wait, for servers and other processes
+	$(BIN)/python -m pytest -n 2
 
 test-full: $(VENV)/.dev  ## with the numbers of examples that a release asks for: about an hour
 	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -n 2
