@@ -103,7 +103,7 @@ class Adversary(Oracle):
 def dovetail_components() -> list[ComponentSpec]:
     here = "bench.speculation"
     return [
-        ComponentSpec(kind="sampler", name="forced", target=f"{here}:ForcedSampler", api="0.3", summary="Answers of a rule"),
+        ComponentSpec(kind="sampler", name="forced", target=f"{here}:ForcedSampler", api="0.4", summary="Answers of a rule"),
         ComponentSpec(kind="drafter", name="oracle", target=f"{here}:Oracle", api="0.2", summary="Always right"),
         ComponentSpec(kind="drafter", name="adversary", target=f"{here}:Adversary", api="0.2", summary="Always wrong"),
     ]

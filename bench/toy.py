@@ -129,7 +129,7 @@ def dovetail_components() -> list[ComponentSpec]:
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         ),
-        ComponentSpec(kind="sampler", name="toy", target="bench.toy:ToySampler", api="0.3", summary="Samples nothing, and needs no torch"),
+        ComponentSpec(kind="sampler", name="toy", target="bench.toy:ToySampler", api="0.4", summary="Samples nothing, and needs no torch"),
     ]
 
 

@@ -46,7 +46,7 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "api-mismatch": components(scheduler(package="good", api="0.0")),
     "requirement-missing": components(scheduler(package="good", requires=("there-is-no-such-package>=2",))),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
-    "target-fails by its kind": components('kind="sampler", api="0.3", name="x", target="good_policy:Fair"'),
+    "target-fails by its kind": components('kind="sampler", api="0.4", name="x", target="good_policy:Fair"'),
     "target-fails by its options": components('kind="scheduler", api="0.4", name="x", target="good_policy:Fair", options="good_policy:Fair"'),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(

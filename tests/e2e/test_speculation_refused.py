@@ -51,7 +51,7 @@ class Broken(Drafter):
 def installed(site: Site) -> None:  # noqa: F811
     here = __name__
     drafters = [f'kind="drafter", api="0.2", name={name.lower()!r}, target="{here}:{name}"' for name in ("Small", "Broken", "Gone")]
-    sampler = f'kind="sampler", name="without", api="0.3", target="{here}:WithoutDrafts"'
+    sampler = f'kind="sampler", name="without", api="0.4", target="{here}:WithoutDrafts"'
     executor = f'kind="executor", name="modest", api="0.7", target="{here}:Modest", options="dovetail_executors.options:LocalOptions"'
     site.install("dovetail-refused", modules={"refused_plugin": components(*drafters, sampler, executor)})
 

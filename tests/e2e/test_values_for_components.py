@@ -56,7 +56,7 @@ class Told(DefaultSampler):
 """
 PLUGIN = components(
     'kind="scheduler", api="0.4", name="told", target="told_components:Policy", request_extra="told_components:Extra"',
-    'kind="sampler", api="0.3", name="told", target="told_components:Told"',
+    'kind="sampler", api="0.4", name="told", target="told_components:Told"',
 )
 SETTINGS: dict[str, Any] = {"model": "demo", "max_model_len": 256, "max_num_seqs": 8, "scheduler": "told", "sampler": "told"}
 VALUES: dict[str, Any] = {"extra": {"dovetail-told": {"tier": 3}}, "predicted_tokens": 5, "extra_args": {"strength": 0.5}}

@@ -1,5 +1,5 @@
 """Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `RoutesSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker
-and the nine kinds.
+and the kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Declarations
 hold only strings and small values, so that declaring a component imports nothing heavy.
@@ -26,7 +26,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "kv_cache": "0.4",
     "attention": "0.5",
     "model": "0.4",
-    "sampler": "0.3",
+    "sampler": "0.4",
     "grammar": "0.1",
     "executor": "0.7",
     "observer": "0.1",

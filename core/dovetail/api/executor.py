@@ -106,6 +106,7 @@ class ExecutorContext:
     sampler: ComponentRef | None = None
     progress: Callable[[str, int, int], None] | None = None  # (what, done, total): loading, capturing
     quantizations: tuple[QuantizationRef, ...] = ()  # all installed
+    logits_processors: tuple[ComponentRef, ...] = ()  # in the order in which they are applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class ExecutorCapabilities:
     """Features that an executor supports. `virtual_clock`: `collect` advances a `VirtualClock`. `logprobs`: it can return log-probabilities.
     `masks`: it implements `sample`; otherwise requests with a grammar are rejected. `samples`: it applies each row's sampling parameters; a
     simulation sets it to False. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with it. `draft_head`: also if that is a
-    head."""
+    head. `logits_processors`: it applies `ExecutorContext.logits_processors` to rows that ask for them."""
 
     virtual_clock: bool = False
     logprobs: bool = True
@@ -121,6 +122,7 @@ class ExecutorCapabilities:
     samples: bool = True
     draft_model: bool = False
     draft_head: bool = False
+    logits_processors: bool = False
 
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]

@@ -7,7 +7,7 @@ depend on its row, batch or rank, or on preemption. The history that penalties n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,8 @@ class RowSampling:
     """Sampling parameters of one request, with all defaults filled in. `dovetail.sampling_params.SamplingParams` documents each.
 
     They are applied in this order: logit_bias; -inf for tokens outside allowed_token_ids, bad words and (before min_tokens) stop tokens;
-    repetition, presence and frequency penalty; temperature; then top_k, top_p and min_p, each over the tokens that the previous one kept.
+    repetition, presence and frequency penalty; logits processors; temperature; then top_k, top_p and min_p, each over the tokens that the previous
+    one kept.
     """
 
     temperature: float = 1.0  # 0: greedy
@@ -46,6 +47,8 @@ class RowSampling:
     prompt_logprobs: int | None = None
     # keys that the request sets, all in `SamplerCapabilities.extra_args`, with values parsed by `extra_args_model`; lists become tuples
     extra_args: Mapping[str, Any] = field(default_factory=dict)
+    # full names of the logits processors that the request asks for -> plain values of each one's `Arguments`; not for the sampler
+    logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Lines(NamedTuple):
@@ -84,7 +87,8 @@ class SamplerCapabilities:
     """Features that a sampler supports. `cuda_graph`: it implements `sample_captured` for `Capture.TOKENS`; otherwise no sampling is replayed as a
     CUDA graph. `cuda_graph_full`: for `Capture.FULL` as well. `drafts`: lines with `ahead` above 0; without it, speculation is refused at load.
     `extra_args_model`: a pydantic model that validates a request's `extra_args` on arrival, so that an invalid value fails that request. It is used
-    only for requests that set some."""
+    only for requests that set some. `processors`: it implements `sample_processed` and, with `cuda_graph_full`, `sample_processed_captured`; without
+    it, an engine with logits processors is refused at load."""
 
     cuda_graph: bool = False
     logprobs: bool = True
@@ -92,6 +96,7 @@ class SamplerCapabilities:
     cuda_graph_full: bool = False
     drafts: bool = False
     extra_args_model: type[BaseModel] | None = None  # None: any plain value of a declared key reaches the sampler
+    processors: bool = False
 
     def __post_init__(self) -> None:
         if self.extra_args_model is not None and not self.extra_args:
@@ -120,6 +125,11 @@ class Capture(Enum):
 
     TOKENS = "tokens"  # token ids only, e.g. with temperature and filters
     FULL = "full"  # everything that a graph can do, e.g. penalties, rules and log-probabilities too
+
+
+Process = Callable[["torch.Tensor", int], None]
+"""The logits processors and grammar masks of a step, as a function that changes logits in place. Its arguments are contiguous float32 logits
+[m, vocab_size] and the index of the first of their m neighbouring lines, so that a sampler may pass all lines at once or in parts."""
 
 
 class Sampler(ABC):
@@ -152,6 +162,12 @@ class Sampler(ABC):
         The output position, which noise depends on, is length - prompt_lens. A line's result is a function of its logits, its row's parameters and
         this history: no other line, of its row or another, changes it."""
 
+    def sample_processed(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray, process: Process) -> SampledTokens:
+        """Do as `sample`, and call `process` exactly once for each line, with its logits after rules and penalties and before temperature.
+        Log-probabilities remain those of the given logits. Called only if `SamplerCapabilities.processors` is declared, in steps in which a row asks
+        for a logits processor."""
+        raise UnsupportedError(f"sampler {type(self).__name__} can't be used with logits processors")
+
     def capture_for(self, host_rows: np.ndarray) -> Capture | None:
         """Return the cheapest capture in which `sample_captured` returns all that `sample` would for each of these rows [n], which may differ in what
         they need. None, the default: no capture does."""
@@ -166,3 +182,8 @@ class Sampler(ABC):
         the device lacks a required feature: then `sample` samples such rows.
         """
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph: {capture.name}")
+
+    def sample_processed_captured(self, logits: torch.Tensor, lines: Lines, process: Process) -> SampledTokens:
+        """Do as `sample_captured` with `Capture.FULL`, and call `process` as `sample_processed` does. The executor replays the graph for rows for
+        which `capture_for` returns a capture. Called only if `cuda_graph_full` and `processors` are declared; raises as `sample_captured`."""
+        raise UnsupportedError(f"sampler {type(self).__name__} can't be used with logits processors in a CUDA graph")

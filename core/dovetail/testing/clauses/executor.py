@@ -28,6 +28,7 @@ CLAUSES: Marks = {
         "`samples`": held("sampling"),
         "`draft_model`": unchecked("no executor of the suite runs one"),
         "`draft_head`": unchecked("no executor of the suite runs one"),
+        "`logits_processors`": unchecked("the suite makes none; the engine's own tests do"),
         "*": held("hygiene.capabilities"),
     },
     "RowPooling": held("pooled", "pooled_settings"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
+UNPROCESSED = unchecked("the suite makes no logits processors; the engine's own tests do")
+
 CLAUSES: Marks = {
     "module": {
         "each row by its own": held("batch", "row"),
@@ -17,6 +19,7 @@ CLAUSES: Marks = {
         "64 bits": held("seed"),
         "never sampled after the others": held("bad_words", "bans_lifted"),
         "never sampled before min_tokens": held("min_tokens", "bans_lifted"),
+        "full names of the logits processors": TOLD,
         "keys that the request sets": held("extra_args", but="the meaning of a key is up to the sampler"),
         "`dovetail.sampling_params": held("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
         "*": TOLD,
@@ -27,6 +30,7 @@ CLAUSES: Marks = {
     "SamplerContext.max_drafts": held("lines"),
     "SamplerContext": held("large_vocabulary", but="vocabularies of more than 147,456 tokens aren't tested"),
     "SamplerCapabilities": {
+        "`processors`": UNPROCESSED,
         "`cuda_graph`": held("captured", "graph", but="without a GPU no graph is captured"),
         "`cuda_graph_full`": held("fully_captured", "full_graph", but="without a GPU no graph is captured"),
         "`drafts`": held("lines"),
@@ -49,6 +53,8 @@ CLAUSES: Marks = {
         "The history of a line": held("lines", "stale_history", "preemption"),
         "A line's result": held("lines", "lines_apart", "batch"),
     },
+    "Sampler.sample_processed": UNPROCESSED,
+    "Sampler.sample_processed_captured": UNPROCESSED,
     "Sampler.capture_for": held("capturable", "captured", "fully_captured"),
     "Sampler.sample_captured": {
         "Raises `UnsupportedError`": unchecked(

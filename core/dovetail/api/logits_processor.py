@@ -1,0 +1,90 @@
+"""Logits processor: changes the logits of requests that ask for it, before a token is sampled.
+
+An engine has those that `logits_processors` in `engine.yaml` lists, in that order. A request asks for some by name, each with arguments of its own:
+`SamplingParams(logits_processors={"dry": {"multiplier": 0.8}})`. In a step the order is: masks of grammars; the sampler's rules and penalties; the
+processors; the masks again; then temperature, filters and the draw. So a processor sees -inf for tokens that can't be sampled, and allows none of
+them. Log-probabilities are those of the unmodified logits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from pydantic import BaseModel
+
+from dovetail.api.component import NoOptions
+from dovetail.api.sampler import Lines, RowHistory, RowSampling
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessorContext:
+    """Constants passed to a processor's constructor."""
+
+    device: str
+    vocab_size: int
+    history: RowHistory  # of all rows, on the device; only read
+    max_drafts: int = 0  # most that `Lines.ahead` is
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessorCapabilities:
+    """Features that a processor supports. `cuda_graph`: `apply` uses only operations that a CUDA graph can record and replay for other lines, with no
+    synchronization with the host. Without it, steps in which a row asks for the processor are sampled outside of graphs."""
+
+    cuda_graph: bool = False
+
+
+class ProcessedRow(NamedTuple):
+    """A row whose request asks for the processor."""
+
+    row: int
+    arguments: BaseModel  # of the processor's class `Arguments`
+    sampling: RowSampling  # the request's other parameters: a processor that draws noise takes its `seed`
+
+
+class LogitsProcessor(ABC):
+    """Created once per rank of the executor; called `prepare` first, then in each step `update` if rows change, and `apply` if any row of the step
+    has asked for this processor."""
+
+    Arguments: ClassVar[type[BaseModel]] = NoOptions
+    """What a request may say to this processor. It is validated when the request arrives, where an error fails that request, with the pydantic
+    context {"encode": Callable[[str], list[int]]}, the tokenizer, or None without one. Validators may turn texts into ids with it. The result is
+    sent to the ranks as plain values (`model_dump`), and validated there again, without context: a model must accept its own values."""
+
+    capabilities: ClassVar[LogitsProcessorCapabilities] = LogitsProcessorCapabilities()
+    options: BaseModel
+
+    def __init__(self, options: BaseModel, context: LogitsProcessorContext) -> None:
+        self.options, self.context = options, context
+
+    @abstractmethod
+    def prepare(self, max_rows: int) -> None:
+        """Allocate all buffers, for rows 0 to `max_rows` - 1 and `max_rows`, which is padding. Memory that `apply` allocates later is temporary."""
+
+    @abstractmethod
+    def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
+        """Forget the rows `removed`, which needn't be known, then start those in `added` (a row may be in both). Store what `apply` needs in fixed
+        buffers on the device, such as a record per row.
+
+        If it raises, it is called again for each row separately. A row that fails again is forgotten, and its request ends with the error.
+        """
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, lines: Lines) -> None:
+        """Change logits [n, vocab_size] float32 of `lines` [n] in place.
+
+        Lines of rows that didn't ask, and of padding, are among them, and must stay bitwise as they are. The history of a line is
+        `context.history.token_ids[row, :length]`, with its `context.history.lengths(lines)`; what follows isn't known yet.
+
+        What a line gets is a function of its logits, its row's arguments and sampling, and this history: not of other lines or earlier calls. So
+        rejected drafts, preemption and replays need no undo.
+
+        A request ends with an error if the largest logit of its line isn't finite after the last processor and the masks, or if this raises and the
+        request asks for the processor.
+        """
