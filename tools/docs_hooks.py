@@ -25,6 +25,7 @@ from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
 from dovetail.config_schema import json_schema
 from dovetail.front.vllm_args import TABLE
 from dovetail.limits import Limits
+from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
@@ -193,6 +194,15 @@ def api_versions() -> str:
     return "\n".join(["| kind | api |", "|---|---|", *(f"| `{kind}` | {API_VERSIONS[kind]} |" for kind in KINDS)])
 
 
+def api_changes() -> str:
+    """Return the table of deprecations: what changed between versions, and whether an older component runs."""
+    rows = ["| kind | written for | now | still runs | to upgrade |", "|---|---|---|---|---|"]
+    for change in CHANGES:
+        runs = "no" if change.refused else "as it is" if change.bridge is None else "through a bridge"
+        rows.append(f"| `{change.kind}` | {change.before} | {change.after} | {runs} | {change.upgrade.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
 def check_table(group: str) -> str:
     """Return a table of the checks that a component of a kind must pass; for "hygiene", of those for all kinds."""
     from dovetail.testing.checks import checks_of  # suites of some kinds import torch
@@ -328,6 +338,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "advisory fields": advisory_fields,
     "built-in components": built_in_components,
     "api versions": api_versions,
+    "api changes": api_changes,
     "vllm arguments": vllm_arguments,
     "vllm flags": vllm_flags,
     **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},

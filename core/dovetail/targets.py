@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +26,20 @@ def import_target(target: str, wrong: Wrong) -> Any:
         return getattr(imported, name)
     except Exception as error:  # a module's own __getattr__ can raise anything
         raise wrong(f"{target}: {describe_raised(error, package_of(target))}{did_you_mean(name, vars(imported))}") from error
+
+
+def bridged(cls: type[Any], bridges: Iterable[str], wrong: Wrong) -> type[Any]:
+    """Return the class with these functions, "package.module:name", applied in turn (see `dovetail.registry.api_changes`). It keeps its name, so that
+    errors and logs name the plugin's. Raises what `wrong` makes of any error, as from a class that can't have subclasses."""
+    for bridge in bridges:
+        make = import_target(bridge, wrong)
+        try:
+            subclass = make(cls)
+        except Exception as error:
+            raise wrong(f"{bridge} can't make it fit this Dovetail: {describe_raised(error, package_of(bridge))}") from error
+        subclass.__name__, subclass.__qualname__, subclass.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+        cls = subclass
+    return cls
 
 
 def make_component(cls: Callable[[Any, Any], Any], options: Any, context: Any, target: str, wrong: Wrong) -> Any:

@@ -44,6 +44,7 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "prints past its guard": "import os\nos.write(1, b'hello')\n" + GOOD,
     "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n" + GOOD,
     "api-mismatch": components(scheduler(package="good", api="0.0")),
+    "api-older": components('kind="drafter", api="0.1", name="x", target="good_drafter:Quiet"'),
     "requirement-missing": components(scheduler(package="good", requires=("there-is-no-such-package>=2",))),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
     "target-fails by its kind": components('kind="sampler", api="0.4", name="x", target="good_policy:Fair"'),
@@ -64,6 +65,7 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         site = Site(tmp_path_factory.mktemp("site"))
         patch.setattr(sys, "path", [str(site.path), *sys.path])
         (site.path / "good_policy.py").write_text(SCHEDULER)
+        (site.path / "good_drafter.py").write_text("from dovetail.api import Drafter\nclass Quiet(Drafter):\n    def propose(self, *_): return []\n")
         (site.path / "torch.py").write_text("")
         for what, source in BAD_PLUGINS.items():
             site.install(name_of(what), modules={name_of(what).replace("-", "_"): source})
@@ -171,6 +173,7 @@ SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-hook-unknown-beside-a-good-one": ("dovetail_comands() is no hook, did you mean dovetail_commands?", "@hookimpl"),
     "dovetail-imports-torch": ("imports torch while it declares, in dovetail_imports_torch", "target"),
     "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.4: upgrade dovetail-api-mismatch", "versions"),
+    "dovetail-api-older": ("is written for drafter api 0.1; this Dovetail has 0.2 and runs it as it is", "head is optional; then declare"),
     "dovetail-requirement-missing": ("there-is-no-such-package>=2 (not installed)", 'pip install "there-is-no-such-package>=2"'),
     "dovetail-dependency-missing": ("there-is-no-such-package>=3", 'pip install "there-is-no-such-package>=3"'),
     "dovetail-wrong-dovetail": (

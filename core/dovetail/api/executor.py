@@ -19,7 +19,7 @@ from dovetail.api.component import Kind, NoOptions
 from dovetail.api.kv_cache import KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import PluginError, UnsupportedError
-from dovetail.targets import import_target, make_component
+from dovetail.targets import bridged, import_target, make_component
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,10 +38,11 @@ class ComponentRef:
     options: Mapping[str, Any] = field(default_factory=dict)  # validated; plain values
     options_model: str | None = None  # "package.module:Model"
     architectures: tuple[str, ...] = ()
+    bridges: tuple[str, ...] = ()  # "package.module:function": what `load` applies to a class written for an older version of its interface
 
     def load(self) -> Any:
         """Import and return the class. Raises `PluginError` that names the component if the import fails."""
-        return import_target(self.path, self._wrong)
+        return bridged(import_target(self.path, self._wrong), self.bridges, self._wrong)
 
     def make(self, context: Any) -> Any:
         """Instantiate `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` that names the component."""

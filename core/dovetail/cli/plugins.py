@@ -76,7 +76,8 @@ def info(
     typer.echo(f"{spec.kind} {component.qualified_name} {component.version}")
     if spec.summary:
         typer.echo(f"  {spec.summary}")
-    facts = [("plugin", component.plugin_id), ("api", spec.api), ("target", spec.target)]
+    older = f" (runs with {component.changes[-1].after}; `dovetail plugins doctor` says what to upgrade)" if component.changes else ""
+    facts = [("plugin", component.plugin_id), ("api", spec.api + older), ("target", spec.target)]
     facts += [("requires", ", ".join(missing.get(text, text) for text in spec.requires))] if spec.requires else []
     facts += [("architectures", ", ".join(spec.architectures))] if spec.architectures else []
     facts += [("quantizations", ", ".join(known.spec.name for known in registry.quantizations()))] if spec.kind == "model" else []

@@ -114,8 +114,9 @@ def _check_free(kind: Kind, component: str) -> None:
 
 def _words(kind: Kind, component: str) -> dict[str, str]:
     """Return the replacement of each placeholder word in the templates."""
-    template, major_minor = TEMPLATES[kind], __version__.split(".")[:2]
-    versions = f">={'.'.join(major_minor)},<{major_minor[0]}.{int(major_minor[1]) + 1}"
+    template = TEMPLATES[kind]
+    major, minor = map(int, __version__.split(".")[:2])
+    versions = f">={major}.{minor},<{major}.{minor + 2}"  # the next minor accepts it, too: see docs/plugins/versions.md
     return {
         "dovetail-acme": PREFIX + component.replace("_", "-"),
         "dovetail_acme": f"dovetail_{component.replace('-', '_')}",

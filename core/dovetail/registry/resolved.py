@@ -13,9 +13,10 @@ from pydantic import BaseModel, ValidationError
 from dovetail import api
 from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions, QuantizationSpec, RoutesSpec
 from dovetail.errors import DISTRIBUTION, MissingExtraError, PluginError
+from dovetail.registry.api_changes import ApiChange, changes_since
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
-from dovetail.targets import import_target, make_component
+from dovetail.targets import bridged, import_target, make_component
 from dovetail.where import Where, explain
 
 if TYPE_CHECKING:
@@ -76,8 +77,25 @@ class ResolvedComponent(_Resolved):
         ours_at, theirs = _version(ours), _version(self.spec.api)
         if theirs == ours_at or (theirs[0] == ours_at[0] > 0 and theirs[1] <= ours_at[1]):
             return None
-        upgrade = DISTRIBUTION if theirs > ours_at else self.distribution
-        return f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has {ours}: upgrade {upgrade}"
+        told = f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has {ours}: upgrade"
+        if theirs > ours_at:
+            return f"{told} {DISTRIBUTION}"
+        changes = changes_since(self.spec.kind, self.spec.api)
+        if changes is None:
+            return f"{told} {self.distribution}"
+        if any(change.refused for change in changes):
+            return f"{told} {self.distribution} (for its author: {'; then '.join(change.upgrade for change in changes)})"
+        return None
+
+    @property
+    def changes(self) -> tuple[ApiChange, ...]:
+        """What changed since the version it was written for, as far as it runs nevertheless; empty for the present version, and from 1.0 on."""
+        return (changes_since(self.spec.kind, self.spec.api) or ()) if self.api_problem() is None else ()
+
+    @property
+    def bridges(self) -> tuple[str, ...]:
+        """What its class is given, in turn, to run with this Dovetail."""
+        return tuple(change.bridge for change in self.changes if change.bridge is not None)
 
     def check_requires(self) -> None:
         """Raise `MissingExtraError`, with the pip line, if a package that it needs is missing or too old."""
@@ -94,6 +112,7 @@ class ResolvedComponent(_Resolved):
         base = getattr(api, BASE_CLASSES[self.spec.kind])
         if not isinstance(loaded, type) or not issubclass(loaded, base):
             raise self._wrong(f"{self.spec.target} is {loaded!r}, expected a subclass of dovetail.api.{base.__name__}")
+        loaded = bridged(loaded, self.bridges, self._wrong)
         if inspect.isabstract(loaded):
             raise self._wrong(f"{self.spec.target} doesn't implement {', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}")
         if self.spec.options is None and (model := options_of(loaded)) is not NoOptions:
@@ -133,7 +152,8 @@ class ResolvedComponent(_Resolved):
         from dovetail.api.executor import ComponentRef  # here, since it imports numpy, which `dovetail --help` doesn't need
 
         self.validate_options()
-        return ComponentRef(self.spec.kind, self.qualified_name, self.spec.target, dict(self.given), self.spec.options, self.spec.architectures)
+        spec = self.spec
+        return ComponentRef(spec.kind, self.qualified_name, spec.target, dict(self.given), spec.options, spec.architectures, self.bridges)
 
     def make(self, context: Any) -> Any:
         """Make the component, `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` with the component's name."""

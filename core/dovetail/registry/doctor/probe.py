@@ -158,6 +158,14 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
             f'what changed is in docs/plugins/versions.md, under "{component.spec.kind} {API_VERSIONS[component.spec.kind]}"',
         )
         return
+    if component.changes:
+        runs = "through a bridge" if component.bridges else "as it is"
+        last = component.changes[-1].after
+        yield (
+            "api-older",
+            f"{component} is written for {component.spec.kind} api {component.spec.api}; this Dovetail has {last} and runs it {runs}",
+            "; then ".join(f"for {change.after}: {change.upgrade}" for change in component.changes) + f'; then declare api="{last}"',
+        )
     steps = [component.options_model, component.request_extra]
     missing = missing_requirements(component.spec.requires)
     if missing:

@@ -1,0 +1,70 @@
+"""What changed between versions of the interfaces, and which older components still run: `CHANGES`, the one table of deprecations.
+
+The registry accepts or refuses components by it, `dovetail plugins doctor` prints its lines, and the page on versions shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.api.component import API_VERSIONS, TARGET, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ApiChange:
+    """Step of one kind's interface from a version to the next. A component written for `before` runs unless `refused`: as it is if the interface
+    only grew, otherwise through `bridge`, a function that takes its class and returns a subclass for `after`. Raises `ValueError` if refused and
+    bridged."""
+
+    kind: Kind
+    before: str  # "0.3"
+    after: str  # "0.4"
+    upgrade: str  # what an author does to move to `after`, in one line
+    bridge: str | None = None  # "package.module:function"
+    refused: bool = False  # its old meaning can't be kept
+
+    def __post_init__(self) -> None:
+        if self.bridge is not None and (self.refused or not TARGET.fullmatch(self.bridge)):
+            raise ValueError(f"{self.kind} {self.after}: bridge {self.bridge!r} must be a target of a step that isn't refused")
+
+
+CHANGES: tuple[ApiChange, ...] = (
+    ApiChange(
+        "scheduler",
+        "0.3",
+        "0.4",
+        "use Step.blocks_at where total_blocks * block_size was computed; Step.blocks_of is gone, as grant(evict=…) asks itself",
+        refused=True,
+    ),
+    ApiChange("kv_cache", "0.3", "0.4", "nothing; declare KVCapabilities.states to serve models with recurrent layers"),
+    ApiChange(
+        "attention",
+        "0.4",
+        "0.5",
+        "refuse layers whose LayerSpec.causal is False in a reasons_against that doesn't call super(), or declare bidirectional and serve them",
+        bridge="dovetail.registry.bridges:attention_0_4",
+    ),
+    ApiChange("model", "0.3", "0.4", "nothing; ModelArch.pooling and the capability taps are optional"),
+    ApiChange("sampler", "0.2", "0.3", "name the argument of sample and sample_captured lines, and use lines.rows for the rows", refused=True),
+    ApiChange("sampler", "0.3", "0.4", "nothing; declare SamplerCapabilities.processors to be used with logits processors"),
+    ApiChange(
+        "executor",
+        "0.6",
+        "0.7",
+        "in a step with drafts, leave a row's live state as it is after its computed tokens, or leave Capacity.max_lines at 0 for models with states",
+        bridge="dovetail.registry.bridges:executor_0_6",
+    ),
+    ApiChange("drafter", "0.1", "0.2", "nothing; ModelDrafter.head is optional"),
+)
+
+
+def changes_since(kind: Kind, api: str) -> tuple[ApiChange, ...] | None:
+    """Return the steps from version `api` of a kind to this release's, in order. None if `api` is newer, or older than the table knows."""
+    steps: list[ApiChange] = []
+    while api != API_VERSIONS[kind]:
+        step = next((change for change in CHANGES if (change.kind, change.before) == (kind, api)), None)
+        if step is None:
+            return None
+        steps.append(step)
+        api = step.after
+    return tuple(steps)
