@@ -87,12 +87,15 @@ class PoolingRequestOutput(Generic[Output]):
     @classmethod
     def from_base(cls, base: PoolingRequestOutput[PoolingOutput]) -> Self:
         """Return the output of a request that pooled one vector, with that as this class has it."""
-        shared = {one.name: getattr(base, one.name) for one in fields(base)}
+        shared = {name: getattr(base, name) for name in _NAMES}
         return cls(**{**shared, "outputs": None if base.outputs is None else cls._read(base.outputs.data)})
 
     @classmethod
     def _read(cls, data: NDArray[np.float32]) -> Any:
         return PoolingOutput(data)
+
+
+_NAMES = tuple(one.name for one in fields(PoolingRequestOutput))
 
 
 @dataclass(slots=True)

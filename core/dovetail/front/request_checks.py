@@ -54,7 +54,7 @@ def as_sequence(prompt: Any) -> Sequence[Any]:
 
 def as_ids(ids: Sequence[Any]) -> tuple[int, ...]:
     """Return integers of any kind as ints. Raises `RequestError` if one is none."""
-    if [type(token) for token in ids].count(int) == len(ids):  # nearly always, and quickly seen
+    if set(map(type, ids)) <= {int}:  # nearly always, and quickly seen
         return tuple(ids)
     for token in ids:
         if not is_integer(token):

@@ -115,7 +115,9 @@ class PackedLayer(AttentionLayer):
         gqa = spec.heads != spec.kv_heads
         if self._flash and backend.query_starts is not None:
             starts, longest, reach = backend.query_starts, backend.longest, -1 if spec.window is None else spec.window - 1
-            attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=spec.scale, window_size=(reach, reach), enable_gqa=gqa)
+            if gqa:  # torch 2.11 has no `enable_gqa` here
+                k, v = (x.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for x in (k, v))
+            attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=spec.scale, window_size=(reach, reach))
             assert isinstance(attended, torch.Tensor)
             return attended
         out = q.new_empty(q.shape)
