@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,17 @@ def serving_in_thread(make_engine: Callable[[], ServedEngine | Awaitable[ServedE
 def serving_in_threads(config: dict[str, Any], settings: ServerSettings | None = None, *, chat_template: str | None = None) -> Iterator[str]:
     """Serve an engine of this config, which has a thread of its own too, as `dovetail serve --in-process` does; the URL. `chat_template` is used
     instead of the model's."""
-    thread = HostThread(assemble(config, {}))
+    fail: list[Callable[[str], object]] = []
+
+    def failed(reason: str) -> None:
+        for one in fail:
+            one(reason)
+
+    thread = HostThread(assemble(config, {}), failed)
 
     async def connect() -> ServedEngine:
         engine = await RemoteEngine.connect(thread.line, "test")
+        fail.append(partial(asyncio.get_running_loop().call_soon_threadsafe, engine.fail))
         if chat_template is not None:
             engine.tokenizer.transformers.chat_template = chat_template
         return engine

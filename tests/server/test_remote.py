@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -241,7 +242,7 @@ def test_when_the_engine_dies_all_clients_are_notified(link: Link, tmp_path: Pat
 
 
 @pytest.mark.parametrize("where", ["on_output", "on_text"])
-def test_a_failing_listener_does_not_affect_others(tmp_path: Path, where: str) -> None:
+def test_a_failing_listener_is_told_and_does_not_affect_others(tmp_path: Path, where: str) -> None:
     class Broken(Collector):
         def on_output(self, output: RequestOutput) -> None:
             if where == "on_output":
@@ -252,7 +253,10 @@ def test_a_failing_listener_does_not_affect_others(tmp_path: Path, where: str) -
 
     async def main() -> None:
         async with served("thread", tmp_path) as at:
-            await at.engine.submit("broken", "ROMEO:", SamplingParams(max_tokens=50), Broken(is_plain=True))
+            broken = Broken(is_plain=True)
+            await at.engine.submit("broken", "ROMEO:", SamplingParams(max_tokens=50), broken)
+            await broken.over.wait()
+            assert "ValueError: a bug" in str(broken.error)
             listener = await ask(at.engine, "sound", "ROMEO:", SamplingParams(max_tokens=5))
             assert len(listener.samples()[0].token_ids) == 5
             await at.until_all_is_free()
@@ -401,3 +405,21 @@ def test_a_reset_of_the_prefix_cache_precedes_later_requests(link: Link, tmp_pat
                 await one.engine.reset_prefix_cache()
 
     run(main())
+
+
+def test_ends_of_lines_that_nobody_closed_can_be_collected_as_garbage(tmp_path: Path) -> None:
+    """A context of ZeroMQ that is freed before its socket waits for it forever, in whichever thread the collector runs."""
+
+    class Owner:
+        def __init__(self, *owned: object) -> None:
+            self.owned = self, *owned  # a cycle
+
+    def forget() -> None:
+        Owner(ZmqPost(f"ipc://{tmp_path}/engine"))
+        Owner(ZmqLine(f"ipc://{tmp_path}/engine", b"forgotten"))
+        gc.collect()
+
+    thread = threading.Thread(target=forget, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()

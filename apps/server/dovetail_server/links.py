@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import select
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,13 +56,29 @@ def _has_input(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
+def _ending(end: object, socket: zmq.Socket[bytes], own_context: zmq.Context[zmq.Socket[bytes]] | None, *fds: int) -> Callable[[], object]:
+    """Return what closes an end of a line, once; it is called when the end is freed without. Otherwise Python's garbage collector might free the
+    context before the socket, and wait forever for the socket to be closed, in whichever thread it runs."""
+
+    def close() -> None:
+        socket.close(linger=0)
+        if own_context is not None:
+            own_context.term()
+        for fd in fds:
+            os.close(fd)
+
+    ending = weakref.finalize(end, close)
+    ending.atexit = False
+    return ending
+
+
 class ZmqPost:
     """The host's end of all lines. Front ends are identified by unique names. One thread at a time uses it, except where noted."""
 
     def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         """`context`: one that is shared with the lines, for addresses within a process."""
-        self._own_context = zmq.Context() if context is None else None
-        self._socket = (context or self._own_context).socket(zmq.ROUTER)  # type: ignore[union-attr]  # one of them is there
+        own_context = zmq.Context() if context is None else None
+        self._socket = (context or own_context).socket(zmq.ROUTER)  # type: ignore[union-attr]  # one of them is there
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # report undeliverable messages instead of dropping them
         self._socket.set(zmq.SNDHWM, MAX_UNREAD)
         self._socket.set(zmq.RCVHWM, 0)
@@ -72,6 +89,7 @@ class ZmqPost:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._gone: deque[bytes] = deque()
+        self._end = _ending(self, self._socket, own_context, self._wake_read, self._wake_write)
 
     def take(self) -> list[tuple[bytes, ToEngine]]:
         """Return pending messages with their senders' names."""
@@ -121,11 +139,7 @@ class ZmqPost:
             os.write(self._wake_write, b".")
 
     def close(self) -> None:
-        self._socket.close()
-        if self._own_context is not None:
-            self._own_context.destroy(linger=0)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._end()
 
 
 class ZmqLine:
@@ -133,8 +147,8 @@ class ZmqLine:
 
     def __init__(self, address: str, name: bytes, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         """`name`: unique among all front ends, past ones included. `context`: see `ZmqPost`."""
-        self._own_context = zmq.Context() if context is None else None
-        self._socket = (context or self._own_context).socket(zmq.DEALER)  # type: ignore[union-attr]  # one of them is there
+        own_context = zmq.Context() if context is None else None
+        self._socket = (context or own_context).socket(zmq.DEALER)  # type: ignore[union-attr]  # one of them is there
         self._socket.set(zmq.IDENTITY, name)
         self._socket.set(zmq.SNDHWM, 0)  # bounded by the front end's admission
         self._socket.set(zmq.RCVHWM, MAX_UNREAD)
@@ -144,6 +158,7 @@ class ZmqLine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._take: Take | None = None
         self._reading = False  # a call of `_read` is scheduled
+        self._end = _ending(self, self._socket, own_context)
 
     def open(self, take: Take) -> None:
         self._loop, self._take = asyncio.get_running_loop(), take
@@ -158,9 +173,7 @@ class ZmqLine:
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
         self._take = None
-        self._socket.close()
-        if self._own_context is not None:
-            self._own_context.destroy(linger=0)
+        self._end()
 
     def _read_soon(self) -> None:
         if self._loop is not None and not self._reading and _has_input(self._socket):

@@ -26,8 +26,8 @@ ADDRESS = "inproc://engine"
 class HostThread:
     """`EngineHost` in a thread, reached through `line`."""
 
-    def __init__(self, assembly: Assembly, failed: Callable[[str], None] | None = None) -> None:
-        """`failed`: called in the thread if the engine dies."""
+    def __init__(self, assembly: Assembly, failed: Callable[[str], None]) -> None:
+        """`failed`: called in the thread if the engine dies, to fail the requests that wait for it."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._post = ZmqPost(ADDRESS, context)
         self._failed = failed
@@ -51,8 +51,7 @@ class HostThread:
         try:
             self.host.run()
         except BaseException as error:  # all of them must be reported to waiting requests
-            if self._failed is not None:
-                self._failed(str(error) if isinstance(error, EngineDeadError) else describe(error))
+            self._failed(str(error) if isinstance(error, EngineDeadError) else describe(error))
 
 
 def serve_in_one_process(source: str, overrides: list[str], settings: ServerSettings) -> int:

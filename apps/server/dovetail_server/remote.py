@@ -360,9 +360,14 @@ class RemoteEngine:
                 sample = entry.group.samples[0]
                 if sample.number in self._samples and (text := self._builder.text_of(sample)) is not None:
                     sample.text, sample.listener = text, listener
-        except Exception:  # must not affect other requests
-            logger.exception("a listener failed")
-            self.abort(output.request_id)
+        except Exception as error:  # must not affect other requests
+            self._break_off(entry, error)
+
+    def _break_off(self, entry: _Open, error: Exception) -> None:
+        """Abort a request whose listener has failed, and tell it: whoever waits for its outputs would wait forever."""
+        logger.exception("a listener failed")
+        self.abort(entry.group.request_id)
+        self._tell(entry, DovetailError(f"the output couldn't be processed: {describe(error)}"))
 
     def _read(self, frame: StepFrame) -> FrameNews:
         """Return a frame's results for unfinished samples, except plain tokens, which are passed on at once."""
@@ -403,10 +408,9 @@ class RemoteEngine:
     def _tell_text(self, sample: Sample, text: IncrementalText, token_ids: Sequence[int]) -> None:
         try:
             sample.listener.on_text(text.delta_of(token_ids), len(token_ids))  # type: ignore[union-attr]  # set together with `text`
-        except Exception:
-            logger.exception("a listener failed")
+        except Exception as error:
             if sample.entry is not None:
-                self.abort(sample.entry.group.request_id)
+                self._break_off(sample.entry, error)
 
     def _watched(self, watcher: TokenWatcher, token: int, finish: Finished | None) -> Finish | None:
         """Check a token for stop strings, as the core would: stop tokens are excluded."""
