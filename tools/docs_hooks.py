@@ -45,6 +45,7 @@ KIND_TITLES: dict[Kind, str] = {
     "executor": "Executors",
     "observer": "Observers",
     "drafter": "Drafters",
+    "tokenizer": "Tokenizers",
 }
 
 
@@ -226,6 +227,8 @@ def _components_of(kind: Kind) -> Iterator[str]:
     key = next((key for key, of in COMPONENT_KEYS.items() if of == kind), None)
     yield f"### {KIND_TITLES[kind]}\n"
     yield f"Chosen by the key `{key}`.\n" if key else "Chosen by the model's own `config.json`.\n"
+    if not built_ins().components(kind):
+        yield "None is built in.\n"
     for component in built_ins().components(kind):
         yield f"#### `{component.spec.name}` {{ #{kind}-{component.spec.name} }}\n"
         yield f"{component.spec.summary[:1].upper()}{component.spec.summary[1:].rstrip('.')}.{_facts(component)}\n"
@@ -242,6 +245,8 @@ def _facts(component: ResolvedComponent) -> str:
 
 def _choice_type(key: str) -> str:
     one = "a name, or a mapping with `name` and options"
+    if key == "tokenizer":
+        return f"`null`, a model's name, or that of a component: {one}"
     return f"list; each item is {one}" if key == "observers" else one
 
 

@@ -24,6 +24,7 @@ from dovetail.api.component import Kind
 from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.limits import Limits
+from dovetail.registry.models import tokenizer_named
 from dovetail.registry.plugin import NAMESPACE
 from dovetail.registry.registry import Registry, attention_candidates, chosen_grammar
 from dovetail.registry.resolved import ResolvedComponent
@@ -41,6 +42,7 @@ MAX_SLOTS, MAX_RANK = 4096, 512  # of adapters
 MAX_DRAFTS = 64  # a step of so many lines a row takes longer than drafts of that length ever save
 
 COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
+    "tokenizer": "tokenizer",  # or a model's name
     "scheduler": "scheduler",
     "kv_cache": "kv_cache",
     "attention": "attention",
@@ -92,6 +94,10 @@ def _as_choice(value: Any) -> Any:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError(f"expected a component's name, or a mapping with 'name' and its options, got {shown(value)}")
     return ComponentChoice(value["name"], {key: option for key, option in value.items() if key != "name"})
+
+
+def _as_tokenizer(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else _as_choice(value)
 
 
 def _as_choices(value: Any) -> Any:
@@ -232,8 +238,13 @@ class EngineConfig(BaseModel):
     """A bundled model ("demo"), a local directory, or a Hugging Face hub id. Relative directories start at the working directory. A mapping `{path:
     …, component: distribution:name}` names the component that serves it, too."""
 
-    tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """Another tokenizer than the model's own; named like `model`."""
+    tokenizer: Annotated[
+        str | InstanceOf[ComponentChoice] | None,
+        BeforeValidator(_as_tokenizer),
+        PlainSerializer(lambda value: {"name": value.name, **value.options} if isinstance(value, ComponentChoice) else value),
+    ] = None
+    """Another tokenizer than the model's own: that of another model, named like `model`, or an installed component, by name or as a mapping with its
+    options."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Type of weights and activations. auto: float32 on a CPU, else the checkpoint's own, if that has 16 bits, else bfloat16."""
@@ -370,6 +381,8 @@ class EngineConfig(BaseModel):
     def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> tuple[EngineConfig | None, ConfigError | None]:
         where = Where(origins=origins)
         given = {key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value for key, value in values.items()}
+        if isinstance(values.get("tokenizer"), str):  # which may be a model's name
+            given["tokenizer"] = values["tokenizer"]
         if isinstance(model := given.get("model"), Mapping) and "component" in model:
             given["model"] = {**model, "component": _with_place(model["component"], where.at("model", "component"))}
         if isinstance(section := given.get("speculation"), Mapping) and "drafter" in section:
@@ -383,9 +396,12 @@ class EngineConfig(BaseModel):
         return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
 
     def choices(self, key: str) -> tuple[ComponentChoice, ...]:
-        """Return the components chosen at one of `COMPONENT_KEYS`; none for a drafter without speculation."""
+        """Return the components chosen at one of `COMPONENT_KEYS`; none for a drafter without speculation, and for a tokenizer given as text, which
+        `chosen_tokenizer` finds."""
         if key == "speculation.drafter":
             return () if self.speculation is None else (self.speculation.drafter,)
+        if key == "tokenizer":
+            return (self.tokenizer,) if isinstance(self.tokenizer, ComponentChoice) else ()
         chosen: ComponentChoice | tuple[ComponentChoice, ...] = getattr(self, key)
         return chosen if isinstance(chosen, tuple) else (chosen,)
 
@@ -405,6 +421,19 @@ class EngineConfig(BaseModel):
         """Return the grammar backend that requests may ask for, if there is one: see `dovetail.registry.registry`."""
         return chosen_grammar(registry, self.grammar.name, self.grammar.options, self.grammar.where)
 
+    @property
+    def tokenizer_name(self) -> str:
+        """The name of the component or model whose tokenizer is used."""
+        return self.tokenizer.label if isinstance(self.tokenizer, ComponentChoice) else self.tokenizer or self.model.path
+
+    def chosen_tokenizer(self, registry: Registry) -> ResolvedComponent | None:
+        """Return the tokenizer component; None if the tokenizer is a model's. Raises `PluginError` if the component isn't available, and
+        `ConfigError` for a text that names both a component and a model that is here."""
+        chosen = self.tokenizer
+        if isinstance(chosen, ComponentChoice):
+            return registry.resolve("tokenizer", chosen.name, chosen.options, chosen.where)
+        return None if chosen is None else tokenizer_named(chosen, registry)
+
     def in_full(self, registry: Registry) -> dict[str, Any]:
         """Return every key as plain values for YAML: components by qualified name, with all their options, defaults included. `auto` stays where
         the engine has more than one to choose from, or none. Raises what finding a component and validating its options does."""
@@ -413,6 +442,7 @@ class EngineConfig(BaseModel):
             return [registry.resolve(COMPONENT_KEYS[key], choice.name, choice.options, choice.where).in_full() for choice in self.choices(key)]
 
         attention, grammar = self.attention_candidates(registry), self.chosen_grammar(registry)
+        tokenizer = self.chosen_tokenizer(registry)
         named = None if self.model.component is None else self.model_candidates(registry)[0].in_full()
         return {
             **self.model_dump(mode="json"),
@@ -421,6 +451,7 @@ class EngineConfig(BaseModel):
             "attention": attention[0].in_full() if len(attention) == 1 else "auto",
             "grammar": "auto" if grammar is None else grammar.in_full(),
             "observers": resolved("observers"),
+            "tokenizer": self.tokenizer if tokenizer is None else tokenizer.in_full(),
             "speculation": self.speculation and {**self.speculation.model_dump(mode="json"), "drafter": resolved("speculation.drafter")[0]},
         }
 

@@ -33,6 +33,8 @@ def json_schema(registry: Registry) -> dict[str, Any]:
         extra = [AUTO] if kind in PREFERENCE else []
         choices = [{"enum": extra + names}, *(_with_options(c, registry, definitions) for c in components)]
         choice: dict[str, Any] = {"anyOf": choices}
+        if key == "tokenizer":  # which may be a model's name
+            choices[0] = {"type": ["string", "null"], "examples": names}
         properties = definitions["Speculation"]["properties"] if key == "speculation.drafter" else schema["properties"]
         name = key.rpartition(".")[2]
         text = {about: properties[name][about] for about in ("description", "default") if about in properties[name]}

@@ -31,9 +31,10 @@ class Parts:
     observers: tuple[ResolvedComponent, ...]
     models: tuple[ResolvedComponent, ...]
     drafter: ResolvedComponent | None = None  # None: no speculation
+    tokenizer: ResolvedComponent | None = None  # None: a model's
 
     def __iter__(self) -> Iterator[ResolvedComponent]:
-        optional = (part for part in (self.grammar, self.drafter) if part is not None)
+        optional = (part for part in (self.grammar, self.drafter, self.tokenizer) if part is not None)
         yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, *optional, self.executor, *self.observers, *self.models)
 
 
@@ -54,6 +55,7 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         observers=tuple(one("observer", choice) for choice in config.observers),
         models=config.model_candidates(registry),
         drafter=None if config.speculation is None else one("drafter", config.speculation.drafter),
+        tokenizer=config.chosen_tokenizer(registry),
     )
 
 
@@ -103,8 +105,11 @@ def find_problems(
 
     with _noting(problems):
         locate_model(config.model.path, registry)
-    if config.tokenizer is not None:
-        with _noting(problems):
+    with _noting(problems):
+        tokenizer = config.chosen_tokenizer(registry)
+        if tokenizer is not None:
+            check(tokenizer)
+        elif isinstance(config.tokenizer, str):
             locate_model(config.tokenizer, registry, key="tokenizer")
     with _noting(problems):
         for part in config.model_candidates(registry) if config.model.component is not None else ():
@@ -117,7 +122,7 @@ def find_problems(
         if grammar is not None:
             check(grammar)
     for key, kind in COMPONENT_KEYS.items():
-        if kind in PREFERENCE:
+        if kind in PREFERENCE or kind == "tokenizer":
             continue
         for choice in config.choices(key):
             with _noting(problems):

@@ -124,7 +124,7 @@ def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixt
 
 
 def test_a_second_bos_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = Tokenizer.load(DEMO).transformers
+    tokenizer = Tokenizer.load(DEMO).own
     tokenizer.bos_token = bos = "<|endoftext|>"
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
     tokenizer.save_pretrained(tmp_path)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import dovetail_models
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
-from dovetail.front.tokenizer import Tokenizer
+from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from dovetail.limits import Limits
 from tests.support import examples
 
@@ -78,7 +78,7 @@ def parts(*texts: str) -> list[dict[str, str]]:
 
 
 def tokenizer(template: str | dict[str, str] | None) -> Tokenizer:
-    return Tokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=template))
+    return TransformersTokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=template))
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +116,15 @@ def test_a_conversation_becomes_what_transformers_makes_of_it(template: str, tur
     front = fronts.setdefault(template, ChatFrontEnd(ours, Limits()))
     prompt = front.prompt(messages, ChatOptions(add_generation_prompt=begin, continue_final_message=continues))
     how: dict[str, Any] = {"add_generation_prompt": begin, "continue_final_message": continues}
-    assert prompt.text == ours.transformers.apply_chat_template(messages, tokenize=False, **how)
-    assert list(prompt.token_ids) == ours.transformers.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
+    assert prompt.text == ours.own.apply_chat_template(messages, tokenize=False, **how)
+    assert list(prompt.token_ids) == ours.own.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
 
 
 def test_what_templates_call_is_there_as_in_transformers(rendered: Any) -> None:
     template = """{%- set ns = namespace(n=0) %}
 {% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}
 {% generation %}{{ messages | length }}{% endgeneration %} {{ strftime_now('%Y') | length }} {{ {'a': '<é>'} | tojson(indent=1) }} {{ dict(a=1) }}"""
-    theirs = tokenizer(template).transformers.apply_chat_template([USER], tokenize=False)
+    theirs = tokenizer(template).own.apply_chat_template([USER], tokenize=False)
     assert rendered(template, [USER]) == theirs
     assert '"<é>"' in theirs
 

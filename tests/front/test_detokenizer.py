@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from dovetail.front.detokenizer import MAX_HELD, START, ByteLevelText, IncrementalText, StopStrings, WindowText, token_text
-from dovetail.front.tokenizer import Tokenizer
+from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from dovetail.sampling_params import SamplingParams
 from tests.support import examples
 
@@ -24,7 +24,7 @@ HELLO, WORLD, SMILE = "▁hello", "▁world", "😀".encode()
 
 
 def wrapped(backend: Backend) -> Tokenizer:
-    return Tokenizer(SimpleNamespace(backend_tokenizer=backend))
+    return TransformersTokenizer(SimpleNamespace(backend_tokenizer=backend))
 
 
 @cache
@@ -52,7 +52,7 @@ def metaspace() -> Tokenizer:
 class Spelled:
     """A tokenizer written in Python (no backend): token i is the i-th string."""
 
-    backend = None
+    bytes_of = None
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self.pieces = pieces

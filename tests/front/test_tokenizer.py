@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import dovetail_models
 from dovetail.errors import ModelLoadError, RequestError
-from dovetail.front.tokenizer import Tokenizer
+from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from tests.support import examples
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"
@@ -35,7 +35,7 @@ def test_many_texts_at_once_become_the_tokens_of_each(texts: list[str], special_
     """As the file says that the tokenizer is made of; with a token before and after, so that it shows whether they are there."""
     library = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     library.post_processor = tokenizers.processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
-    ours = Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=library))
+    ours = TransformersTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=library))
     assert ours.encode_all(texts, special_tokens) == [library.encode(text, add_special_tokens=special_tokens).ids for text in texts]
     assert ours.encode_all(texts, special_tokens) == [ours.encode(text, special_tokens) for text in texts]
 
@@ -44,7 +44,7 @@ def test_many_texts_at_once_become_the_tokens_of_each(texts: list[str], special_
 @given(st.lists(st.text(max_size=10), max_size=3))
 def test_a_tokenizer_written_in_python_does_too(texts: list[str]) -> None:
     bytes_and_end = [[3 + byte for byte in text.encode()] + [1] for text in texts]
-    assert Tokenizer(transformers.ByT5Tokenizer()).encode_all(texts) == bytes_and_end
+    assert TransformersTokenizer(transformers.ByT5Tokenizer()).encode_all(texts) == bytes_and_end
 
 
 def test_half_a_surrogate_pair_is_no_text(demo: Tokenizer) -> None:
@@ -54,16 +54,16 @@ def test_half_a_surrogate_pair_is_no_text(demo: Tokenizer) -> None:
 
 def test_it_knows_its_size_and_its_end(demo: Tokenizer) -> None:
     assert demo.vocab_size == 1024
-    assert demo.eos_token_id == 0
+    assert demo.own.eos_token_id == 0
     assert demo.decode([0, 50], skip_special_tokens=True) == demo.decode([50])
 
 
 def test_it_knows_the_models_chat_templates_and_what_they_call_special_tokens(demo: Tokenizer) -> None:
     assert list(demo.chat_templates) == ["default"]
     assert demo.special_tokens == {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    several = Tokenizer(transformers.ByT5Tokenizer())
+    several = TransformersTokenizer(transformers.ByT5Tokenizer())
     assert several.chat_templates == {}
-    several = Tokenizer(transformers.ByT5Tokenizer(chat_template={"default": "a", "tool_use": "b"}))
+    several = TransformersTokenizer(transformers.ByT5Tokenizer(chat_template={"default": "a", "tool_use": "b"}))
     assert several.chat_templates == {"default": "a", "tool_use": "b"}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import transformers
 
 from dovetail.errors import EngineDeadError
-from dovetail.front.tokenizer import Tokenizer
+from dovetail.front.tokenizer import TransformersTokenizer
 from dovetail.request import CompletionOutput, RequestOutput
 from tests.server.fake_engine import FakeEngine, FakeRequest
 
@@ -36,7 +36,7 @@ class ScriptedEngine(FakeEngine):
     """Answers every request with `script`, a token a character, up to its `max_tokens`."""
 
     def __init__(self) -> None:
-        super().__init__(Tokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE)))
+        super().__init__(TransformersTokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE)))
         self.script = Script("Hello!")
 
     @property

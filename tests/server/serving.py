@@ -109,7 +109,7 @@ def serving_in_threads(config: dict[str, Any], settings: ServerSettings | None =
         engine = await RemoteEngine.connect(thread.line, "test")
         fail.append(partial(asyncio.get_running_loop().call_soon_threadsafe, engine.fail))
         if chat_template is not None:
-            engine.tokenizer.transformers.chat_template = chat_template
+            engine.tokenizer.own.chat_template = chat_template
         return engine
 
     try:

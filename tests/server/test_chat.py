@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from dovetail.front.grammars import token_speller
-from dovetail.front.tokenizer import Tokenizer
+from dovetail.front.tokenizer import TransformersTokenizer
 from dovetail.request import CompletionOutput, Logprob
 from dovetail_server.protocol.openai_common import logprobs_json
 from dovetail_server.settings import ServerSettings
@@ -110,7 +110,7 @@ def test_logprobs_of_parts_of_a_character_have_the_bytes_that_make_it_up(openai_
 def test_bytes_that_a_tokenizer_does_not_tell_are_null() -> None:
     """One written in Python says only what text it makes of a token."""
     logprobs = [{5: Logprob(-1.0, 1, "\ufffd")}, {6: Logprob(-1.0, 1, "é")}]
-    told = logprobs_json(CompletionOutput(0, "", (5, 6), logprobs=logprobs), 0, Tokenizer(transformers.ByT5Tokenizer()))
+    told = logprobs_json(CompletionOutput(0, "", (5, 6), logprobs=logprobs), 0, TransformersTokenizer(transformers.ByT5Tokenizer()))
     assert [one["bytes"] for one in told] == [None, list("é".encode())]
 
 

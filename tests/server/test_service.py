@@ -44,13 +44,13 @@ async def test_the_tokenizer_is_described_without_files(fake: Callable[..., Fake
     async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
         answer = await http.get("/tokenizer_info")
     told = answer.json()
-    assert told["tokenizer_class"] == type(tokenizer.transformers).__name__
-    assert told["eos_token"] == tokenizer.transformers.eos_token
-    assert told["chat_template"] == tokenizer.transformers.chat_template
+    assert told["tokenizer_class"] == type(tokenizer.own).__name__
+    assert told["eos_token"] == tokenizer.own.eos_token
+    assert told["chat_template"] == tokenizer.own.chat_template
     assert {int(number): token["content"] for number, token in told["added_tokens_decoder"].items()} == {
-        number: token.content for number, token in tokenizer.transformers.added_tokens_decoder.items()
+        number: token.content for number, token in tokenizer.own.added_tokens_decoder.items()
     }
-    assert str(tokenizer.transformers.name_or_path) not in answer.text
+    assert str(tokenizer.own.name_or_path) not in answer.text
 
 
 async def test_load_and_the_tokenizer_need_a_key(fake: Callable[..., FakeEngine]) -> None:

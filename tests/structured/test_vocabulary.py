@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 import dovetail_models
 from dovetail.errors import UnsupportedError
 from dovetail.front.grammars import token_bytes
-from dovetail.front.tokenizer import Tokenizer
+from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from tests.support import examples
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"
@@ -27,7 +27,7 @@ CORPUS = ['{"name": "Anna", "age": 31}', "to be or not to be", "Größe 漢字 \
 def covered(backend: Backend) -> Tokenizer:
     backend.add_special_tokens(["<s>", "</s>"])
     backend.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in ("<think>", "</think>")])
-    return Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
+    return TransformersTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>"))
 
 
 def byte_level() -> Tokenizer:
@@ -91,11 +91,11 @@ def test_a_smaller_model_leaves_out_the_last_ids() -> None:
 def word_piece() -> Any:
     backend = Backend(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
-    return Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend))
+    return TransformersTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "said"), [(word_piece(), "decodes by WordPiece"), (Tokenizer(transformers.ByT5Tokenizer()), "is written in Python")]
+    ("tokenizer", "said"), [(word_piece(), "decodes by WordPiece"), (TransformersTokenizer(transformers.ByT5Tokenizer()), "is written in Python")]
 )
 def test_a_tokenizer_of_an_unknown_kind_is_refused(tokenizer: Tokenizer, said: str) -> None:
     with pytest.raises(UnsupportedError, match=f"structured: this model's tokenizer {said}"):

@@ -18,7 +18,7 @@ OFTEN = ' \n",:{}[]0123456789-.eE\\u/abcdefghijklmnopqrstuvwxyzABCDEFTZ_' + "Ã©Ã
 
 def of_tokenizer(tokenizer: Tokenizer) -> GrammarContext:
     plain, _ = token_bytes(tokenizer, tokenizer.vocab_size)
-    stop = tokenizer.eos_token_id
+    stop = tokenizer.own.eos_token_id
     assert stop is not None
     plain[stop] = None
     return GrammarContext(plain, frozenset([stop]), tokenizer.vocab_size)

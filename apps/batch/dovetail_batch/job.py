@@ -150,7 +150,7 @@ def load_plan(name: str) -> Plan:
     job, where = read_settings(name, JobSettings, "engine: demo")
     sources = _sources(job, where)
     configs = tuple(_config(source, where) for source in sources)
-    if len(models := {(config.model.path, config.tokenizer) for config in configs}) > 1:
+    if len(models := {(config.model.path, str(config.tokenizer)) for config in configs}) > 1:
         raise ConfigError(where.at("engine").says(f"the engines of a job must have one model, got {', '.join(sorted(model for model, _ in models))}"))
     return Plan(job, _format(job, where), sources, configs, _reader(job, where))
 

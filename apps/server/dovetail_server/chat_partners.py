@@ -59,7 +59,7 @@ class LocalModel:
         self._params = SamplingParams.from_optional(**params)
         self._options = ChatOptions(chat_template=chat_template)
         self._llm = LLM(**{key: getattr(config, key) for key in config.model_fields_set})
-        if chat_template is None and not self._llm.engine.tokenizer.chat_templates:
+        if chat_template is None and not self._llm.engine.tokenizer.has_chats:
             self._llm.close()
             raise ConfigError(
                 f"{config.model} has no chat template, so it can only complete text; "

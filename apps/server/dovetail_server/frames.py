@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.executor import HostLogprobs, RowPooling
+from dovetail.api.executor import ComponentRef, HostLogprobs, RowPooling
 from dovetail.front.intake import CheckedRequest
 from dovetail.limits import Limits
 from dovetail.request import FinishReason, RequestFields
@@ -81,6 +81,7 @@ class Welcome(msgspec.Struct, array_like=True, tag=10):
 
     info: EngineInfo
     tokenizer_dir: str
+    tokenizer: ComponentRef | None  # a component; None: that of `tokenizer_dir`
     seed: int  # from the config
     wall_clock: bool  # the engine uses this host's clock; otherwise its time is that of the last frame
 

@@ -388,7 +388,8 @@ class EngineHost:
         layout, parts = capacity.layout, dict(assembly.parts)
         groups = tuple(group.name for group in layout.groups)
         info = EngineInfo(config.model.path, assembly.intake_facts, layout.block_size, capacity.num_pages, parts, details, groups)
-        return Welcome(info, str(assembly.tokenizer_dir), config.seed, not isinstance(self._core.clock, VirtualClock))
+        own = None if assembly.own_tokenizer is None else assembly.own_tokenizer.ref
+        return Welcome(info, str(assembly.tokenizer_dir), own, config.seed, not isinstance(self._core.clock, VirtualClock))
 
     def _load(self) -> Load:
         stats = self._core.update_stats()

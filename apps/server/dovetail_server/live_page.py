@@ -31,7 +31,7 @@ GUARD = {
 def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str) -> list[Route]:
     """Return the page's routes. `served_model`: the model name for requests."""
     routes = [Route(path, _file(*file), include_in_schema=False) for path, file in FILES.items()]
-    page = {"model": served_model, "chat": bool(engine.tokenizer.chat_templates)}
+    page = {"model": served_model, "chat": engine.tokenizer.has_chats}
 
     async def live(request: Request) -> Response:  # a coroutine, since the engine's load belongs to the event loop
         return _json(metrics.live() | page | {"decisions": engine.decisions()})

@@ -24,6 +24,7 @@ from dovetail.engine.finish import Finish, TokenWatcher
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError, describe
 from dovetail.front import request_checks
 from dovetail.front.chat import ChatFrontEnd
+from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake
 from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
@@ -166,7 +167,7 @@ class RemoteEngine:
         line.open(take)
         line.send(Hello())
         welcome = await answer
-        engine = cls(line, welcome, await asyncio.to_thread(_load_tokenizer, welcome.tokenizer_dir), name, failed)
+        engine = cls(line, welcome, await asyncio.to_thread(_load_tokenizer, welcome), name, failed)
         for message in early:
             engine._take(message)
         await asyncio.to_thread(engine._warm_up)
@@ -463,7 +464,8 @@ class RemoteEngine:
             logger.exception("a listener failed")
 
 
-def _load_tokenizer(directory: str) -> Tokenizer:
-    tokenizer = Tokenizer.load(directory)
+def _load_tokenizer(welcome: Welcome) -> Tokenizer:
+    own, directory = welcome.tokenizer, welcome.tokenizer_dir
+    tokenizer = Tokenizer.load(directory) if own is None else ComponentTokenizer(own, directory)
     byte_pieces(tokenizer, True)  # for the default of skipping special tokens: computed now, since it holds the vocabulary
     return tokenizer

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dovetail.api.observer import Observer
     from dovetail.api.sampler import Sampler
     from dovetail.api.scheduler import Scheduler
+    from dovetail.api.tokenizer import Tokenizer
 
 _HOMES = {
     "AttentionBackend": "attention",
@@ -35,6 +36,7 @@ _HOMES = {
     "RoutesSpec": "component",
     "Sampler": "sampler",
     "Scheduler": "scheduler",
+    "Tokenizer": "tokenizer",
     "hookimpl": "component",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "RoutesSpec",
     "Sampler",
     "Scheduler",
+    "Tokenizer",
     "hookimpl",
 ]
 

@@ -18,7 +18,7 @@ from dovetail.errors import PluginError
 
 ENTRY_POINT_GROUP = "dovetail.plugins"
 
-Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter"]
+Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter", "tokenizer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
@@ -31,6 +31,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "executor": "0.7",
     "observer": "0.1",
     "drafter": "0.2",
+    "tokenizer": "0.1",
 }
 
 hookimpl = pluggy.HookimplMarker("dovetail")

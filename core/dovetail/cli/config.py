@@ -43,6 +43,8 @@ def _offered_by(key: str, parts: Parts) -> str:
     if key == "speculation.drafter":
         return "" if parts.drafter is None else f"{parts.drafter.distribution} {parts.drafter.version}"
     part = getattr(parts, key)
+    if key == "tokenizer" and part is None:
+        return ""
     if key == "attention":
         if len(part) != 1:
             return "the first without a reason against it: " + (", ".join(f"{p.qualified_name} {p.version}" for p in part) or "none")

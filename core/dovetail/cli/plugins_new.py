@@ -48,6 +48,7 @@ TEMPLATES: Mapping[Kind, Template] = {
     "executor": Template("An executor", "executor", needs_torch=False),
     "observer": Template("An observer", "observer", needs_torch=False),
     "drafter": Template("A drafter", "drafter", needs_torch=False),
+    "tokenizer": Template("A tokenizer", "tokenizer", needs_torch=False),
 }
 
 

@@ -32,6 +32,7 @@ from dovetail.engine.speculation import SpeculationSettings
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
 from dovetail.front.adapters import AdapterStore
+from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
 from dovetail.front.intake import GenerationDefaults, IntakeFacts, resolve_sampling
 from dovetail.front.pooling import PoolingFacts
@@ -87,6 +88,7 @@ class Assembly:
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
     grammar: ResolvedComponent | None = None  # the grammar backend, neither imported nor made before a request asks for it
     adapters: AdapterStore | None = None
+    own_tokenizer: ComponentTokenizer | None = None  # None: that of `tokenizer_dir`
     freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
     _grammars: GrammarCompiler | DovetailError | None = None  # None: not made yet
     _making_grammars: threading.Lock = field(default_factory=threading.Lock)
@@ -99,7 +101,7 @@ class Assembly:
         from dovetail.front.detokenizer import byte_pieces
         from dovetail.front.tokenizer import Tokenizer  # transformers, only if there is text
 
-        tokenizer = Tokenizer.load(self.tokenizer_dir)
+        tokenizer = self.own_tokenizer or Tokenizer.load(self.tokenizer_dir)
         if self.freezes:
             byte_pieces(tokenizer, True)  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
             gc.freeze()
@@ -202,11 +204,15 @@ def assemble(
     """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
     the model's weights is found before they are read."""
     config, registry, parts = read_parts(
-        config, overrides, registry, imports=("scheduler", "kv_cache", "observer", "drafter")
+        config, overrides, registry, imports=("scheduler", "kv_cache", "observer", "drafter", "tokenizer")
     )  # made after the model
     model_dir = resolve_model(config.model.path, registry)
-    tokenizer_dir = model_dir if config.tokenizer is None else _find("tokenizer", config.tokenizer, registry)
+    own_tokenizer = None if parts.tokenizer is None else ComponentTokenizer(parts.tokenizer.ref(), model_dir)
+    named = config.tokenizer if own_tokenizer is None else None
+    tokenizer_dir = _find("tokenizer", named, registry) if isinstance(named, str) else model_dir
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
+    if own_tokenizer is not None:
+        defaults = replace(defaults, eos_token_ids=tuple(dict.fromkeys((*defaults.eos_token_ids, *own_tokenizer.eos_ids))))
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
     _check_sampler(config, parts)
     model_drafter = _make_model_drafter(config, parts)
@@ -214,6 +220,8 @@ def assemble(
     frozen = gc.get_freeze_count()
     try:
         capacity = _start(executor, parts.executor.qualified_name)
+        if own_tokenizer is not None:
+            own_tokenizer.check_fits(capacity.vocab_size)
         core = _make_core(executor, capacity, config, parts, clock, model_drafter)
         if freezes := gc.get_freeze_count() > frozen:  # the executor's part: now the books, later the tokenizer
             gc.freeze()
@@ -233,12 +241,13 @@ def assemble(
                 "kv_cache": parts.kv_cache.qualified_name,
                 "sampler": parts.sampler.qualified_name,
                 "executor": parts.executor.qualified_name,
-                **{part.spec.kind: part.qualified_name for part in (parts.grammar, parts.drafter) if part is not None},
+                **{part.spec.kind: part.qualified_name for part in (parts.grammar, parts.drafter, parts.tokenizer) if part is not None},
             },
             pooling=_pooling_facts(config, capacity, model_dir),
             has_masks=executor.capabilities.masks,
             grammar=parts.grammar,
             adapters=_make_adapters(config, capacity, parts),
+            own_tokenizer=own_tokenizer,
             freezes=freezes,
         )
     except BaseException:

@@ -1,6 +1,7 @@
 """Conversations made into prompts: `ChatFrontEnd` takes messages and `ChatOptions`, and gives what the model reads.
 
-For `LLM.chat`, the command line and servers. It knows a tokenizer and limits, and no engine. Templates are rendered by `chat_rendering`.
+For `LLM.chat`, the command line and servers. It knows a tokenizer and limits, and no engine. Templates are rendered by `chat_rendering`; a tokenizer
+of a plugin may encode conversations itself.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from dovetail.checks import shown
+from dovetail.api.tokenizer import Chat
+from dovetail.checks import shown, unicode_error
 from dovetail.errors import RequestError
 from dovetail.front import request_checks
-from dovetail.front.chat_messages import Message, read_conversation, read_tools
+from dovetail.front.chat_messages import Message, read_conversation, read_tools, without_other_names
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
@@ -106,9 +108,10 @@ class ChatFrontEnd:
         """The text of a prompt. Raises `RequestError` if the model has no chat template, something is wrong with the messages or the options, the
         template refuses them, or a limit is passed."""
         options = options or ChatOptions()
-        if (length := self._max_model_len) is not None:
-            source = [messages, options.tools, options.chat_template_kwargs]
-            request_checks.check_conversation_chars(source, self._limits, length, self._tokenizer)
+        if self._tokenizer.encodes_chats:
+            return self._encoded(messages, options).text
+        self._check_chars(messages, options)
+        length = self._max_model_len
         template = self._template(options)
         conversation = read_conversation(messages, template.text)
         given = options.chat_template_kwargs or {}
@@ -135,14 +138,35 @@ class ChatFrontEnd:
 
     def prompts(self, conversations: Sequence[Sequence[Message]], options: ChatOptions | None = None) -> list[TokenizedText]:
         """Do the same as `prompt` for each conversation. Errors say which of several is wrong."""
-        texts = []
+        made: list[str | TokenizedText] = []
         for index, messages in enumerate(conversations):
             try:
-                texts.append(self.render(messages, options))
+                made.append(self._encoded(messages, options or ChatOptions()) if self._tokenizer.encodes_chats else self.render(messages, options))
             except RequestError as error:
                 raise RequestError(f"conversation {index}: {error}" if len(conversations) > 1 else str(error)) from None
-        ids = self._tokenizer.encode_all(texts, special_tokens=False)  # the template writes those
-        return [TokenizedText(text, token_ids) for text, token_ids in zip(texts, ids, strict=True)]
+        ids = iter(self._tokenizer.encode_all([one for one in made if isinstance(one, str)], special_tokens=False))  # the template writes those
+        return [TokenizedText(one, next(ids)) if isinstance(one, str) else one for one in made]
+
+    def _encoded(self, messages: Sequence[Message], options: ChatOptions) -> TokenizedText:
+        """Return a prompt that the tokenizer makes, without a template."""
+        if options.chat_template is not None:
+            raise RequestError(f"chat_template: {self._tokenizer.no_template}")
+        self._check_chars(messages, options)
+        conversation = [without_other_names(message) for message in read_conversation(messages, "")]
+        tools = read_tools(options.tools) if options.tools else []
+        variables = options.chat_template_kwargs or {}
+        if unicode_error(json.dumps([conversation, tools, variables], ensure_ascii=False, default=repr)):
+            raise RequestError("the conversation isn't valid Unicode: it has half a surrogate pair")
+        chat = Chat(conversation, tools, options.begins_answer, options.continue_final_message, variables)
+        ids = self._tokenizer.encode_chat(chat)
+        text = self._tokenizer.decode(ids)
+        _check_calls(conversation, text)
+        return TokenizedText(text, ids)
+
+    def _check_chars(self, messages: Sequence[Message], options: ChatOptions) -> None:
+        if self._max_model_len is not None:
+            source = [messages, options.tools, options.chat_template_kwargs]
+            request_checks.check_conversation_chars(source, self._limits, self._max_model_len, self._tokenizer)
 
     def close(self) -> None:
         """End the processes that render; another conversation starts new ones."""
@@ -150,7 +174,9 @@ class ChatFrontEnd:
 
     def _template(self, options: ChatOptions) -> ChatTemplate:
         """The one that the options say, or the model's own; of several, the one for tools if there are some."""
-        own, given = self._tokenizer.chat_templates, options.chat_template
+        own, given, refused = self._tokenizer.chat_templates, options.chat_template, self._tokenizer.no_template
+        if given is not None and refused is not None:
+            raise RequestError(f"chat_template: {refused}")
         if given is not None and given not in own:
             if "{{" not in given and "{%" not in given:
                 names = f" or one of {', '.join(own)}" if len(own) > 1 else ""
@@ -159,7 +185,7 @@ class ChatFrontEnd:
         if given is None:
             given = "tool_use" if options.tools and "tool_use" in own else "default"
         if not own:
-            raise RequestError("this model has no chat template: it completes text; use generate(), or give a chat_template")
+            raise RequestError("this model has no chat template: it completes text; use generate()" + ", or give a chat_template" * (refused is None))
         if given not in own:
             raise RequestError(f"this model has several chat templates and none is the default: give chat_template one of {', '.join(own)}")
         return ChatTemplate(own[given])

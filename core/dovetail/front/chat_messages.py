@@ -27,6 +27,11 @@ def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:
     return [_read_message(message, f"messages[{index}]", template) for index, message in enumerate(messages)]
 
 
+def without_other_names(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as `read_conversation` returns it, with thoughts under their first name alone."""
+    return {key: value for key, value in message.items() if key not in _REASONING[1:]}
+
+
 def _read_message(message: Any, place: str, template: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f'{place}: a message must be a mapping like {{"role": "user", "content": "…"}}, got {shown(message)}')

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dovetail.engine.finish import Finish
 from dovetail.sampling_params import SamplingParams
@@ -106,19 +106,12 @@ def token_text(tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens
 class BytePieces(dict[int, bytes]):
     """Token id -> its bytes, for a byte-level tokenizer: one whose text is that of its tokens' bytes, one after the other."""
 
-    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
-        self._id_to_token = backend.id_to_token
-        added = backend.get_added_tokens_decoder().items()
-        self._skipped = frozenset(token_id for token_id, token in added if token.special) if skip_special_tokens else frozenset()
+    def __init__(self, bytes_of: Callable[[int], bytes], skipped: frozenset[int]) -> None:
+        self._bytes_of, self._skipped = bytes_of, skipped
         self.texts = PieceTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped else self._id_to_token(token_id)
-        try:
-            piece = bytes(BYTE_OF_CHAR[char] for char in token or "")
-        except KeyError:  # an added token that isn't spelled in byte characters stands for itself
-            piece = (token or "").encode()
-        self[token_id] = piece
+        piece = self[token_id] = b"" if token_id in self._skipped else self._bytes_of(token_id)
         return piece
 
 
@@ -137,22 +130,11 @@ class PieceTexts(dict[int, str | None]):
         return text
 
 
-def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE, as GPT-2 set it: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF_CHAR = _byte_of_char()
-
-
 @lru_cache(maxsize=8)  # which takes the same argument, given by name, for another: hence by place alone
 def byte_pieces(tokenizer: Tokenizer, skip_special_tokens: bool, /) -> BytePieces | None:
     """None: the tokenizer isn't a byte-level one."""
-    decoder = getattr(tokenizer.backend, "decoder", None)
-    is_byte_level = type(decoder).__name__ == "ByteLevel" and type(decoder).__module__ == "tokenizers.decoders"
-    return BytePieces(tokenizer.backend, skip_special_tokens) if is_byte_level else None
+    bytes_of = tokenizer.bytes_of
+    return None if bytes_of is None else BytePieces(bytes_of, tokenizer.special_ids if skip_special_tokens else frozenset())
 
 
 class ByteLevelText:

@@ -83,7 +83,7 @@ def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
     details = capacity.details
     return ModelConfig(
         model=config.model.path,
-        tokenizer=config.tokenizer or config.model.path,
+        tokenizer=config.tokenizer_name,
         architecture=details.get("model"),
         dtype=details.get("dtype"),
         max_model_len=capacity.max_model_len,

@@ -263,7 +263,7 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes | Non
     Raises `UnsupportedError` if the tokenizer is of a kind whose tokens have no bytes of their own.
     """
     spell = token_speller(tokenizer)
-    special = {token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+    special = tokenizer.special_ids
     spelled = [spell(token_id) if token_id < tokenizer.vocab_size else b"" for token_id in range(vocab_size)]
     plain = [None if not piece or token_id in special else piece for token_id, piece in enumerate(spelled)]
     _check(tokenizer, plain)
@@ -273,14 +273,14 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes | Non
 def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     """Return a function from a token id, which may be a special token's, to the bytes that it adds to a text. Raises `UnsupportedError` if the
     tokenizer is of a kind whose tokens have no bytes of their own."""
+    pieces = byte_pieces(tokenizer, False)
+    if pieces is not None:
+        return pieces.__getitem__
     backend = tokenizer.backend
     if backend is None:
         raise UnsupportedError(
             "structured: this model's tokenizer is written in Python, and tells no bytes of its tokens: structured output needs them"
         )
-    pieces = byte_pieces(tokenizer, False)
-    if pieces is not None:
-        return pieces.__getitem__
     parts = _decoders(json.loads(backend.to_str())["decoder"])
     kinds = {part["type"] for part in parts}
     spaces = [part["pattern"]["String"] for part in parts if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]]

@@ -345,8 +345,8 @@ class LLMEngine(SaysWhatIsMissing):
     # vLLM's accessors
 
     def get_tokenizer(self) -> Any:
-        """Return the transformers tokenizer that `tokenizer` wraps."""
-        return self.tokenizer.transformers
+        """Return what `tokenizer` wraps: the tokenizer of transformers, or the component that the config names."""
+        return self.tokenizer.own
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the model's default sampling parameters."""

@@ -1,16 +1,21 @@
-"""A model's tokenizer: text to token ids and back. A thin cover of transformers' tokenizers."""
+"""A model's tokenizer: text to token ids and back. `Tokenizer` is what the front end asks of one; `TransformersTokenizer` covers those of
+transformers, `dovetail.front.component_tokenizer` a component's."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dovetail.checks import unicode_error
-from dovetail.errors import MissingExtraError, ModelLoadError, RequestError
+from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, RequestError
+
+if TYPE_CHECKING:
+    from dovetail.api.tokenizer import Chat
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
 
@@ -24,15 +29,15 @@ class TokenizedText:
     second: int | None = None  # of a pair of texts: see `dovetail.api.executor.RowPooling`
 
 
-class Tokenizer:
-    """`backend` is the `tokenizers.Tokenizer` behind it, None for one written in Python."""
+class Tokenizer(ABC):
+    """Text to token ids and back. `own`: the object that does it, of transformers or of a plugin. `backend`: the `tokenizers.Tokenizer` behind it,
+    if there is one."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    own: Any
+    backend: Any = None
 
-    @classmethod
-    def load(cls, directory: Path | str) -> Tokenizer:
+    @staticmethod
+    def load(directory: Path | str) -> TransformersTokenizer:
         """From a model directory; no code of it is run. Raises `ModelLoadError` if there is none that works, `MissingExtraError` without
         transformers."""
         directory = Path(directory)
@@ -47,75 +52,172 @@ class Tokenizer:
             raise _no_tokenizer(directory, f"{type(error).__name__}: {reason}") from None
         if _is_empty(tokenizer):
             raise _no_tokenizer(directory, "no file with a vocabulary")
-        return cls(tokenizer)
+        return TransformersTokenizer(tokenizer)
 
     @property
-    def transformers(self) -> Any:
-        """The tokenizer of transformers, for what this class hasn't."""
-        return self._tokenizer
-
-    @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """Ids that it knows, added tokens included."""
-        return len(self._tokenizer)
 
-    @cached_property
+    @property
+    @abstractmethod
     def longest_token(self) -> int:
         """The characters of its longest token: what a text has more of, for each token that it becomes, is rare and strange."""
-        return max(map(len, self._tokenizer.get_vocab()), default=0)
+
+    @property
+    @abstractmethod
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, which `skip_special_tokens` leaves out of texts."""
+
+    @property
+    def bytes_of(self) -> Callable[[int], bytes] | None:
+        """Returns the bytes of an id, if the text of tokens is their bytes, one after the other; None for other tokenizers."""
+        return None
 
     @property
     def bos_token_id(self) -> int | None:
-        token_id: int | None = self._tokenizer.bos_token_id
-        return token_id
+        """The id that a text's own BOS becomes, if the tokenizer finds special tokens in texts."""
+        return None
 
     @property
-    def eos_token_id(self) -> int | None:
-        """The tokenizer's own; what ends a request is the model's business, see `GenerationDefaults`."""
-        token_id: int | None = self._tokenizer.eos_token_id
-        return token_id
-
-    @cached_property
     def chat_templates(self) -> dict[str, str]:
         """The model's chat templates by name; a single one is the "default". Empty for a model that only completes text."""
-        own: Any = getattr(self._tokenizer, "chat_template", None)
-        return own if isinstance(own, dict) else {"default": own} if own else {}
+        return {}
+
+    @property
+    def no_template(self) -> str | None:
+        """The reason why it takes no chat template; None: it does."""
+        return None
 
     def use_chat_template(self, text: str) -> None:
-        """Take this chat template instead of all of the model's own."""
-        self._tokenizer.chat_template = text
-        vars(self).pop("chat_templates", None)
+        """Take this chat template instead of all of the model's own. Raises `ConfigError` if it takes none."""
+        raise ConfigError(f"chat_template: {self.no_template}")
 
-    @cached_property
+    @property
     def special_tokens(self) -> dict[str, str]:
         """Texts of special tokens by the names that chat templates know them by: "bos_token", "eos_token"."""
-        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+        return {}
+
+    @property
+    def encodes_chats(self) -> bool:
+        """True if `encode_chat` takes the place of chat templates."""
+        return False
+
+    @property
+    def has_chats(self) -> bool:
+        """True if conversations can be made into prompts without another template."""
+        return self.encodes_chats or bool(self.chat_templates)
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        """Return the ids of a conversation. Raises `RequestError`."""
+        raise NotImplementedError
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """`special_tokens`: with those that the model expects around a text, such as BOS. Raises `RequestError` for text that isn't Unicode."""
         [ids] = self.encode_all([text], special_tokens)
         return ids
 
+    @abstractmethod
     def encode_all(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
         """Encode each text like `encode`; on all cores, unless the tokenizer is written in Python."""
+
+    @abstractmethod
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
+        """Encode each pair of texts as the model expects it, cut to `most` tokens: of the longer text as many as needed. Raises `RequestError` for
+        text that isn't Unicode, and if that is impossible."""
+
+    @property
+    @abstractmethod
+    def around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the model expects before a text, and after it."""
+
+    @property
+    def truncates_left(self) -> bool:
+        """True if texts that are too long lose their beginning rather than their end."""
+        return False
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Unknown ids are left out."""
+
+    @abstractmethod
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary spells it."""
+
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """Describe it as tokenizer_config.json does, in plain values, without names of files."""
+
+
+class TransformersTokenizer(Tokenizer):
+    """A thin cover of a tokenizer of transformers; `backend` is None for one written in Python."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.own = tokenizer
+        self.backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.own)
+
+    @cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self.own.get_vocab()), default=0)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        if self.backend is None:
+            return frozenset(self.own.all_special_ids)
+        return frozenset(token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def bytes_of(self) -> Callable[[int], bytes] | None:
+        decoder = getattr(self.backend, "decoder", None)
+        is_byte_level = type(decoder).__name__ == "ByteLevel" and type(decoder).__module__ == "tokenizers.decoders"
+        return self._bytes_of if is_byte_level else None
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id) or ""
+        try:
+            return bytes(BYTE_OF_CHAR[char] for char in token)
+        except KeyError:  # an added token that isn't spelled in byte characters stands for itself
+            return str(token).encode()
+
+    @property
+    def bos_token_id(self) -> int | None:
+        token_id: int | None = self.own.bos_token_id
+        return token_id
+
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        own: Any = getattr(self.own, "chat_template", None)
+        return own if isinstance(own, dict) else {"default": own} if own else {}
+
+    def use_chat_template(self, text: str) -> None:
+        self.own.chat_template = text
+        vars(self).pop("chat_templates", None)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        return {name: str(token) for name, token in self.own.special_tokens_map.items()}
+
+    def encode_all(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
         for text in texts:
-            _check_unicode(text)
+            check_unicode(text)
         if not texts:
             return []  # transformers can't
-        encoded = self._tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
+        encoded = self.own(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
-        """Encode each pair of texts as the model expects it, cut to `most` tokens: of the longer text as many as needed. Raises `RequestError` for
-        text that isn't Unicode, and if that is impossible."""
         for pair in pairs:
             for text in pair:
-                _check_unicode(text)
+                check_unicode(text)
         firsts, seconds = map(list, zip(*pairs, strict=True))
         cut = {"truncation": "longest_first", "max_length": most} if most is not None else {}
         try:
-            encoded = self._tokenizer(firsts, seconds, return_token_type_ids=True, return_attention_mask=False, verbose=False, **cut)
+            encoded = self.own(firsts, seconds, return_token_type_ids=True, return_attention_mask=False, verbose=False, **cut)
         except Exception as error:  # the tokenizers library raises whatever it likes
             raise RequestError(f"truncate_prompt_tokens: a pair of texts can't be cut to {most} tokens: {error}") from None
         return [
@@ -125,7 +227,6 @@ class Tokenizer:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the model expects before a text, and after it."""
         whole, inner = self.encode("a"), self.encode("a", special_tokens=False)
         for start in range(len(whole) - len(inner) + 1):
             if whole[start : start + len(inner)] == inner:
@@ -134,19 +235,50 @@ class Tokenizer:
 
     @property
     def truncates_left(self) -> bool:
-        """True if texts that are too long lose their beginning rather than their end."""
-        return getattr(self._tokenizer, "truncation_side", "right") == "left"
+        return getattr(self.own, "truncation_side", "right") == "left"
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Unknown ids are left out."""
         if self.backend is not None:
             text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         else:
-            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+            text = self.own.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return text
 
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        names: list[str] = self.own.convert_ids_to_tokens(list(token_ids))
+        return names
 
-def _check_unicode(text: str) -> None:
+    def described(self) -> dict[str, Any]:
+        own, templates = self.own, self.chat_templates
+        settings = {name: own.init_kwargs[name] for name in _SETTINGS if isinstance(own.init_kwargs.get(name), bool | int | str)}
+        added = {
+            str(number): {"content": token.content, "special": token.special}
+            | {name: getattr(token, name) for name in ("lstrip", "rstrip", "normalized", "single_word")}
+            for number, token in own.added_tokens_decoder.items()
+        }
+        return {
+            "tokenizer_class": type(own).__name__,
+            **settings,
+            **self.special_tokens,
+            "added_tokens_decoder": added,
+            "chat_template": templates.get("default") if templates.keys() <= {"default"} else templates,
+        }
+
+
+_SETTINGS = ("model_max_length", "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "legacy", "padding_side")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE, as GPT-2 set it: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+def check_unicode(text: str) -> None:
     if error := unicode_error(text):
         raise RequestError(f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}")
 

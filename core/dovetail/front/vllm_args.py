@@ -339,7 +339,14 @@ _ROWS = (
         "worker_extension_cls", None, why="a plugin extends the engine", otherwise="write a plugin: a model, sampler or executor", refused="my.Worker"
     ),
     _anyway("profiler_config", None, {}, why="observers tell", otherwise="observers=['perfetto'] writes a trace", refused={"profiler": "torch"}),
-    _anyway("tokenizer_mode", "auto", "hf", why="the tokenizer is transformers'", otherwise="only auto is there", refused="mistral"),
+    _anyway(
+        "tokenizer_mode",
+        "auto",
+        "hf",
+        why="the tokenizer is transformers'",
+        otherwise="only auto is there; `tokenizer` names others",
+        refused="mistral",
+    ),
     _never_matters("skip_tokenizer_init", True, "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without"),
     _anyway("revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),
     _anyway("tokenizer_revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),

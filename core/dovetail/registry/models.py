@@ -13,7 +13,8 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.registry import Registry
-from dovetail.where import did_you_mean
+from dovetail.registry.resolved import ResolvedComponent
+from dovetail.where import Where, did_you_mean
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*")  # config, weights, tokenizers; never code, never pickles
 
@@ -65,6 +66,23 @@ def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlac
     if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
         raise ConfigError(f"{key}: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
     return ModelPlace("hub", name)
+
+
+def tokenizer_named(name: str, registry: Registry) -> ResolvedComponent | None:
+    """Return the tokenizer component of that name, "distribution:name" or a short one; None if the name is a model's. Raises `ConfigError` if it is
+    both, `PluginError` if it can be neither."""
+    where = Where(("tokenizer",))
+    bundled, directory = _find_bundled(name, registry), _path(name)
+    is_here = bundled is not None or (directory is not None and directory.exists())
+    if any(name in (known.spec.name, known.qualified_name) for known in registry.components("tokenizer")):
+        if is_here:
+            what = "a bundled model" if bundled is not None else "a file or directory here"
+            model = f"./{name}" if bundled is None else f"{bundled[0].distribution}:{bundled[1].name}"
+            raise ConfigError(where.says(f"{name!r} is both an installed tokenizer and {what}: write {{name: {name}}} or {model}"))
+        return registry.resolve("tokenizer", name, where=where)
+    if ":" in name and not is_here and not any(separator in name for separator in "/\\"):
+        return registry.resolve("tokenizer", name, where=where)  # which says what there is
+    return None
 
 
 def _path(name: str) -> Path | None:

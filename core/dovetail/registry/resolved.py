@@ -32,6 +32,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "executor": "Executor",
     "observer": "Observer",
     "drafter": "Drafter",
+    "tokenizer": "Tokenizer",
 }
 
 

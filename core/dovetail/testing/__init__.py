@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dovetail.testing.suites.observer import ObserverSuite
     from dovetail.testing.suites.sampler import SamplerSuite
     from dovetail.testing.suites.scheduler import SchedulerSuite
+    from dovetail.testing.suites.tokenizer import TokenizerSuite
 
 _HOMES = {
     "AttentionSuite": "suites.attention",
@@ -39,6 +40,7 @@ _HOMES = {
     "Plan": "planning",
     "SamplerSuite": "suites.sampler",
     "SchedulerSuite": "suites.scheduler",
+    "TokenizerSuite": "suites.tokenizer",
     "Verdict": "ledger",
     "Waiver": "checks",
     "make_request": "planning",
@@ -60,6 +62,7 @@ __all__ = [
     "Plan",
     "SamplerSuite",
     "SchedulerSuite",
+    "TokenizerSuite",
     "Verdict",
     "Waiver",
     "make_request",

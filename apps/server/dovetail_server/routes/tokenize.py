@@ -30,7 +30,7 @@ def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
     ids = _token_ids(engine, body)
     answer = {"count": len(ids), "max_model_len": engine.info.intake.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = engine.tokenizer.transformers.convert_ids_to_tokens(ids)
+        answer["token_strs"] = engine.tokenizer.names_of(ids)
     return answer
 
 
@@ -64,26 +64,8 @@ async def detokenize(exchange: Exchange) -> None:
 
 async def tokenizer_info(exchange: Exchange) -> None:
     """Describe the tokenizer as tokenizer_config.json does. Unlike vLLM's, the answer has no names of files or directories."""
-    tokenizer = exchange.engine.tokenizer
-    own, templates = tokenizer.transformers, tokenizer.chat_templates
-    settings = {name: own.init_kwargs[name] for name in _SETTINGS if isinstance(own.init_kwargs.get(name), bool | int | str)}
-    added = {
-        str(number): {"content": token.content, "special": token.special}
-        | {name: getattr(token, name) for name in ("lstrip", "rstrip", "normalized", "single_word")}
-        for number, token in own.added_tokens_decoder.items()
-    }
-    await exchange.reply(
-        {
-            "tokenizer_class": type(own).__name__,
-            **settings,
-            **tokenizer.special_tokens,
-            "added_tokens_decoder": added,
-            "chat_template": templates.get("default") if templates.keys() <= {"default"} else templates,
-        }
-    )
+    await exchange.reply(exchange.engine.tokenizer.described())
 
-
-_SETTINGS = ("model_max_length", "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "legacy", "padding_side")
 
 ROUTES = [
     Route("/tokenize", Endpoint(tokenize), methods=["POST"]),

@@ -20,6 +20,7 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
     "executor": "ExecutorSuite",
     "observer": "ObserverSuite",
     "drafter": "DrafterSuite",
+    "tokenizer": "TokenizerSuite",
 }
 
 

@@ -1,0 +1,30 @@
+"""The checks that hold the clauses of `dovetail.api.tokenizer`."""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+
+CLAUSES: Marks = {
+    "module": {"made once in the engine's process": held("repeatable"), "*": TOLD},
+    "TokenizerContext": TOLD,
+    "Chat": TOLD,
+    "TokenizerCapabilities": held("exact", "hygiene.capabilities"),
+    "Tokenizer": {
+        "Several threads": held("threads", but="`encode_chat` isn't tried"),
+        "files that are missing": unchecked("the suite doesn't know which files a tokenizer needs"),
+    },
+    "Tokenizer.vocabulary": {"Ids that the model has": TOLD, "*": held("vocabulary", "exact")},
+    "Tokenizer.special_ids": {"no text becomes": held("special"), "*": TOLD},
+    "Tokenizer.eos_ids": held("vocabulary"),
+    "Tokenizer.around": held("vocabulary"),
+    "Tokenizer.encode": {
+        "without those around it": held("encode", "repeatable"),
+        "looks like a special token": held("special"),
+        "*": held("encode"),
+    },
+    "Tokenizer.encode_chat": {
+        "What messages contain": held("chat_text"),
+        "Raises `RequestError`": held("chat_refuses", but="of the keys of messages, only those of calls are tried"),
+        "*": held("chat"),
+    },
+}
