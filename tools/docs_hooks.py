@@ -46,6 +46,7 @@ KIND_TITLES: dict[Kind, str] = {
     "observer": "Observers",
     "drafter": "Drafters",
     "tokenizer": "Tokenizers",
+    "logits_processor": "Logits processors",
 }
 
 

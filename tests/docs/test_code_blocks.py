@@ -43,7 +43,7 @@ LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
 SIMULATE_OFTEN = ("compare", "sweep", "capacity")  # commands of the lab: only the full profile compares what they print with the page
-LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler)\"")  # of ten seconds and more: only the full profile runs it over a page's component
+LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor)\"")  # of many seconds: only the full profile runs them
 FEW = 20  # requests of each simulation otherwise
 MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
 

@@ -15,7 +15,7 @@ PUBLIC = tuple(f"dovetail.{name}" for name in ("api", "nn", "runtime", "request"
 
 
 def test_there_are_four_examples_and_a_template_a_kind() -> None:
-    assert len(PACKAGES) == 4 + 10
+    assert len(PACKAGES) == 4 + 11
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)

@@ -6,7 +6,7 @@ in Triton's interpreter are operations too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -16,61 +16,38 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dovetail.api.attention import AttentionBatch
 from dovetail.runtime import graphs as graphs_module
 from dovetail.runtime.graphs import Builder, DecodeSteps, DraftSteps, Graph, Graphs, HeadSteps, ModelOutputs
 from dovetail.runtime.recording import record
 from dovetail.runtime.step_inputs import DecodeInputs
+from dovetail.testing.recording import Recording, overwrite
 from tests.runtime.fakes import Bench
-
-
-class Recording(TorchDispatchMode):
-    """Keeps every operation while it is active."""
-
-    active: ClassVar[Recording | None] = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple[Any, Sequence[Any], Mapping[str, Any], Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, outputs))
-        return outputs
 
 
 class GraphOnCpu:
     """Stands for `torch.cuda.CUDAGraph`."""
+
+    active: ClassVar[Recording | None] = None
 
     def __init__(self) -> None:
         self._recording = Recording()
 
     def capture_begin(self, pool: Any = None) -> None:
         self._recording.__enter__()
-        Recording.active = self._recording
+        GraphOnCpu.active = self._recording
 
     def capture_end(self) -> None:
-        Recording.active = None
+        GraphOnCpu.active = None
         self._recording.__exit__(None, None, None)
 
     def pool(self) -> None:
         return None
 
     def replay(self) -> None:
-        for func, args, kwargs, outputs in self._recording.operations:
-            _overwrite(outputs, func(*args, **kwargs))
-
-
-def _overwrite(kept: Any, new: Any) -> None:
-    """What later operations read becomes what was just computed. Views, and what was changed in place, are so already."""
-    if isinstance(kept, torch.Tensor):
-        if kept.data_ptr() != new.data_ptr():
-            kept.copy_(new)
-    elif isinstance(kept, tuple | list):  # named ones, too
-        for old, fresh in zip(kept, new, strict=True):
-            _overwrite(old, fresh)
+        self._recording.replay()
 
 
 def keep_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +59,8 @@ def keep_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
             run(kernel, *args, **kwargs)
-        if Recording.active is not None:
-            Recording.active.operations.append((partial(run, kernel), args, kwargs, None))
+        if GraphOnCpu.active is not None:
+            GraphOnCpu.active.operations.append((partial(run, kernel), args, kwargs, None))
 
     monkeypatch.setattr(InterpretedFunction, "run", launch)
 
@@ -115,7 +92,7 @@ class Again:
     def replay(self) -> Any:
         again = self.run()
         if isinstance(again, torch.Tensor | ModelOutputs):
-            _overwrite(self.outputs, again)
+            overwrite(self.outputs, again)
             return self.outputs
         self.outputs.tokens.copy_(again.tokens)
         if again.packed is not None and self.outputs.packed is not None:

@@ -43,7 +43,7 @@ from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER
 from tests.kernels import INTERPRETED
 from tests.runtime.fakes import Bench
-from tests.runtime.recorded import Recording, give_graphs, play_graphs_on_the_cpu
+from tests.runtime.recorded import GraphOnCpu, give_graphs, play_graphs_on_the_cpu
 from tests.runtime.test_decode_graphs import CapturableGreedy
 from tests.support import FULL
 
@@ -208,7 +208,7 @@ def test_all_is_recorded_on_one_stream_and_warmed_up_on_others(monkeypatch: pyte
 
     class Noted(Twice):
         def run(self, inputs: torch.Tensor) -> torch.Tensor:
-            (recorded if Recording.active else warmed_up).append(current[-1])
+            (recorded if GraphOnCpu.active else warmed_up).append(current[-1])
             return super().run(inputs)
 
     play_graphs_on_the_cpu(monkeypatch)

@@ -24,7 +24,7 @@ from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.recording import LayerSplitter
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, TinyModel, generate
-from tests.runtime.recorded import Recording, WatchedGraphs, give_graphs, play_graphs_on_the_cpu
+from tests.runtime.recorded import GraphOnCpu, WatchedGraphs, give_graphs, play_graphs_on_the_cpu
 from tests.support import examples
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]]
@@ -167,7 +167,7 @@ def test_recording_that_fails_leaves_nothing_capturing(backend: type[AttentionBa
     play_graphs_on_the_cpu(monkeypatch)
 
     def fail(*arguments: Any) -> torch.Tensor:
-        if Recording.active is not None:
+        if GraphOnCpu.active is not None:
             raise DovetailError("another rank has died")
         return run(*arguments)
 
@@ -175,7 +175,7 @@ def test_recording_that_fails_leaves_nothing_capturing(backend: type[AttentionBa
     monkeypatch.setattr(TinyModel, "forward", fail)
     with pytest.raises(DovetailError, match="another rank has died"):
         graphs.capture()
-    assert Recording.active is None
+    assert GraphOnCpu.active is None
 
 
 def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

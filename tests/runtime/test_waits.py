@@ -18,10 +18,10 @@ from dovetail.api.kv_cache import PageCopy
 from dovetail.runtime.kv_pool import KVPool, kv_layout
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
+from dovetail.testing.recording import nothing_asked
 from dovetail_attention.flash import FlashAttention
 from tests.attention import fake_flash
 from tests.runtime.fakes import HIDDEN, VOCAB, Bench, spec_of
-from tests.runtime.questions import nothing_asked
 from tests.runtime.test_decode_graphs import with_graphs
 
 SPECS = [spec_of(index, window) for index, window in enumerate((None, 9))]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
+from dovetail.testing.recording import nothing_asked
 from dovetail.testing.suites import sampler_rows
 from dovetail_samplers import default, filters, penalties
 from dovetail_samplers.filters import FEW
-from tests.runtime.questions import nothing_asked
 from tests.samplers.helpers import Row, ready, sample, tokens
 from tests.support import examples
 

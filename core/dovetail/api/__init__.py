@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dovetail.api.executor import Executor
     from dovetail.api.grammar import GrammarBackend
     from dovetail.api.kv_cache import KVCacheManager
+    from dovetail.api.logits_processor import LogitsProcessor
     from dovetail.api.model import ModelArch
     from dovetail.api.observer import Observer
     from dovetail.api.sampler import Sampler
@@ -30,6 +31,7 @@ _HOMES = {
     "Executor": "executor",
     "GrammarBackend": "grammar",
     "KVCacheManager": "kv_cache",
+    "LogitsProcessor": "logits_processor",
     "ModelArch": "model",
     "Observer": "observer",
     "QuantizationSpec": "component",
@@ -49,6 +51,7 @@ __all__ = [
     "Executor",
     "GrammarBackend",
     "KVCacheManager",
+    "LogitsProcessor",
     "ModelArch",
     "Observer",
     "QuantizationSpec",

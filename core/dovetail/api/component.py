@@ -18,7 +18,9 @@ from dovetail.errors import PluginError
 
 ENTRY_POINT_GROUP = "dovetail.plugins"
 
-Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter", "tokenizer"]
+Kind = Literal[
+    "scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter", "tokenizer", "logits_processor"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
@@ -32,6 +34,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "observer": "0.1",
     "drafter": "0.2",
     "tokenizer": "0.1",
+    "logits_processor": "0.1",
 }
 
 hookimpl = pluggy.HookimplMarker("dovetail")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ from dovetail.cli.streams import print_table
 from dovetail.errors import DovetailError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from dovetail.registry.plugin import PluginFailure
     from dovetail.registry.registry import Registry
     from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
@@ -83,8 +86,9 @@ def info(
     facts += [("quantizations", ", ".join(known.spec.name for known in registry.quantizations()))] if spec.kind == "model" else []
     facts += _capabilities(component)
     print_table(facts, indent="  ")
-    typer.echo("options:")
-    _print_options(component)
+    _print_fields("options", component.options_model)
+    if spec.kind == "logits_processor":
+        _print_fields("arguments of requests", lambda: component.load().Arguments)
 
 
 def _capabilities(component: ResolvedComponent) -> list[tuple[str, str]]:
@@ -98,9 +102,10 @@ def _capabilities(component: ResolvedComponent) -> list[tuple[str, str]]:
     return [(f"{what}.{field.name}", str(getattr(value, field.name))) for field in dataclasses.fields(value)]
 
 
-def _print_options(component: ResolvedComponent) -> None:
+def _print_fields(title: str, model: Callable[[], type[BaseModel]]) -> None:
+    typer.echo(f"{title}:")
     try:
-        fields = component.options_model().model_fields
+        fields = model().model_fields
     except DovetailError as error:
         typer.echo(f"  unknown: {error}")
         return

@@ -49,6 +49,7 @@ TEMPLATES: Mapping[Kind, Template] = {
     "observer": Template("An observer", "observer", needs_torch=False),
     "drafter": Template("A drafter", "drafter", needs_torch=False),
     "tokenizer": Template("A tokenizer", "tokenizer", needs_torch=False),
+    "logits_processor": Template("A logits processor", "processor", needs_torch=True),
 }
 
 

@@ -33,6 +33,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "observer": "Observer",
     "drafter": "Drafter",
     "tokenizer": "Tokenizer",
+    "logits_processor": "LogitsProcessor",
 }
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dovetail.testing.suites.executor import ExecutorSuite
     from dovetail.testing.suites.grammar import GrammarSuite
     from dovetail.testing.suites.kv_cache import KVCacheSuite
+    from dovetail.testing.suites.logits_processor import LogitsProcessorSuite
     from dovetail.testing.suites.model import ModelSuite
     from dovetail.testing.suites.observer import ObserverSuite
     from dovetail.testing.suites.sampler import SamplerSuite
@@ -35,6 +36,7 @@ _HOMES = {
     "FakeKVCache": "fake_kv",
     "GrammarSuite": "suites.grammar",
     "KVCacheSuite": "suites.kv_cache",
+    "LogitsProcessorSuite": "suites.logits_processor",
     "ModelSuite": "suites.model",
     "ObserverSuite": "suites.observer",
     "Plan": "planning",
@@ -57,6 +59,7 @@ __all__ = [
     "FakeKVCache",
     "GrammarSuite",
     "KVCacheSuite",
+    "LogitsProcessorSuite",
     "ModelSuite",
     "ObserverSuite",
     "Plan",

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import zip_longest
 from typing import Literal
 
 from dovetail.api.component import Kind
@@ -91,17 +92,18 @@ def _mark_of(marks: Marks, place: str, text: str) -> tuple[str, str, Mark]:
 
 
 def sentences(source: str) -> Iterator[tuple[str, str]]:
-    """Yield (place, sentence) of the docstrings of a file's classes and methods, and of the comments beside fields."""
+    """Yield (place, sentence) of the docstrings of a file's classes, methods and fields, and of the comments beside fields without one."""
     tree, lines = ast.parse(source), source.splitlines()
     yield from _split("module", ast.get_docstring(tree))
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from _split(node.name, ast.get_docstring(node))
-            for part in node.body:
+            for part, after in zip_longest(node.body, node.body[1:]):
                 if isinstance(part, ast.FunctionDef):
                     yield from _split(f"{node.name}.{part.name}", ast.get_docstring(part))
                 elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                    yield from _split(f"{node.name}.{part.target.id}", _comment(lines, part))
+                    told = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+                    yield from _split(f"{node.name}.{part.target.id}", inspect.cleandoc(told) if isinstance(told, str) else _comment(lines, part))
 
 
 def _comment(lines: list[str], field: ast.AnnAssign) -> str:

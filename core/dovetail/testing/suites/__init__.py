@@ -21,6 +21,7 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
     "observer": "ObserverSuite",
     "drafter": "DrafterSuite",
     "tokenizer": "TokenizerSuite",
+    "logits_processor": "LogitsProcessorSuite",
 }
 
 

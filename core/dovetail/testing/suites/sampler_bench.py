@@ -30,9 +30,43 @@ class Row:
         return (*self.prompt, *self.output, *self.drafts)
 
 
-class Bench:
-    """A sampler with `rows`, each at its index in the history (0, 1, … if not given). Neighbours with the same index are lines of one row, of which
-    the last has the most drafts."""
+class RowsBench:
+    """A history with `rows`, each at its index (0, 1, … if not given), and their logits. Neighbours with the same index are lines of one row, of
+    which the last has the most drafts. `width` of the history in tokens: by default a few more than the longest row."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        places: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        width: int | None = None,
+    ) -> None:
+        self.places = list(range(len(rows))) if places is None else list(places)
+        self.max_rows = max(self.places) + 1
+
+        def made(*shape: int, value: int) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=device)
+
+        count = self.max_rows + 1
+        longest = max(len(r.tokens) for r in rows) + 3
+        self.history = RowHistory(made(count, width or longest, value=STALE), made(count, value=0), made(count, value=0))
+        for place, row in zip(self.places, rows, strict=True):
+            self.tell(place, row.prompt, row.output, row.drafts)
+        self.logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
+        ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
+        self.lines, self.host_rows = Lines(torch.tensor(self.places, device=device), ahead), np.array(self.places, dtype=np.int32)
+
+    def tell(self, place: int, prompt: Sequence[int], output: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Set the tokens of the history's row `place`."""
+        tokens = [*prompt, *output, *drafts]
+        self.history.token_ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self.history.num_tokens[place], self.history.prompt_lens[place] = len(prompt) + len(output), len(prompt)
+
+
+class Bench(RowsBench):
+    """A sampler with `rows`."""
 
     def __init__(
         self,
@@ -43,29 +77,10 @@ class Bench:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        self.places = list(range(len(rows))) if places is None else list(places)
-        self.max_rows = max(self.places) + 1
-        longest = max(len(r.tokens) for r in rows) + 3
-
-        def made(*shape: int, value: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=device)
-
-        count = self.max_rows + 1
-        self.history = RowHistory(made(count, longest, value=STALE), made(count, value=0), made(count, value=0))
-        for place, row in zip(self.places, rows, strict=True):
-            self.tell(place, row.prompt, row.output, row.drafts)
+        super().__init__(rows, places, dtype=dtype, device=device)
         self.sampler = make(SamplerContext(device, len(rows[0].logits), self.history, max(len(r.drafts) for r in rows)))
         self.sampler.prepare(self.max_rows)
         self.sampler.update([], list({place: row.sampling for place, row in zip(self.places, rows, strict=True)}.items()))
-        self.logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
-        ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
-        self.lines, self.host_rows = Lines(torch.tensor(self.places, device=device), ahead), np.array(self.places, dtype=np.int32)
-
-    def tell(self, place: int, prompt: Sequence[int], output: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Set the tokens of the history's row `place`."""
-        tokens = [*prompt, *output, *drafts]
-        self.history.token_ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        self.history.num_tokens[place], self.history.prompt_lens[place] = len(prompt) + len(output), len(prompt)
 
     def sample(self, some: Sequence[int] | None = None) -> SampledTokens:
         """Sample from all lines, or from some, given by their index in the batch, in that order."""
