@@ -8,7 +8,7 @@ PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/m
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which import the same modules: they are compiled once
 
-.PHONY: demo test test-full test-page lint types rules docs check clean test-cluster
+.PHONY: demo test test-full test-page lint types rules docs check clean test-cluster test-tekken
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
@@ -47,6 +47,15 @@ docs: $(VENV)/.dev
 
 check: lint types rules docs test
 
+# mistral-common takes older versions of numpy than constraints.txt has, which is why it has an environment of its own.
+test-tekken: .venv-tekken/.done  ## the example package dovetail-tekken against mistral-common
+	cd examples/plugins/dovetail-tekken && $(CURDIR)/.venv-tekken/bin/python -m pytest
+
+.venv-tekken/.done: pyproject.toml examples/plugins/dovetail-tekken/pyproject.toml
+	test -x .venv-tekken/bin/python || $(PYTHON) -m venv .venv-tekken
+	.venv-tekken/bin/python -m pip install --quiet -e . -e "examples/plugins/dovetail-tekken[test]"
+	touch $@
+
 # constraints.txt pins what CI has seen working. The pip that comes with Python 3.11 takes four times as long to choose versions as the present one.
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Dovetail needs Python 3.11 or newer: none found. Name one with PYTHON=/path/to/python3"; exit 1; }
@@ -62,4 +71,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) .venv-cluster build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-cluster .venv-tekken build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

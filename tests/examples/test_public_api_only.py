@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.api.component import KINDS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for folder in ("examples/plugins", "core/dovetail/cli/templates") for path in (ROOT / folder).glob("*/engine.yaml"))
 PUBLIC = tuple(f"dovetail.{name}" for name in ("api", "nn", "runtime", "request", "sampling_params", "checks", "errors", "testing"))
 
 
-def test_there_are_four_examples_and_a_template_a_kind() -> None:
-    assert len(PACKAGES) == 4 + 11
+def test_there_are_five_examples_and_a_template_a_kind() -> None:
+    assert len(PACKAGES) == 5 + len(KINDS)
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
