@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -17,6 +19,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import is_normalized_name
 from typer.testing import CliRunner
 
@@ -140,13 +143,72 @@ def test_its_types_are_strict(tmp_path: Path) -> None:
 
 
 def test_its_ci_installs_it_and_runs_its_suite(project: Path, kind: Kind) -> None:
-    steps = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())["jobs"]["conformance"]["steps"]
-    commands = [step["run"] for step in steps if "run" in step]
-    assert commands[:3] == ['pip install ".[test]"', f"dovetail plugins doctor {project.name}", "python -m pytest"]
+    commands = "\n".join(step["run"] for step in steps_of(project, "conformance", "suite") if "run" in step).splitlines()
+    assert f"dovetail plugins doctor {project.name}" in commands
+    assert f'dovetail plugins test {kind} my_{kind} --json --badge "badge/$DOVETAIL.json" > verdict.json' in commands
+    assert commands[-1] == "python -m pytest"
     tests = ast.parse((project / "tests/test_conformance.py").read_text())
     (suite,) = [node for node in tests.body if isinstance(node, ast.ClassDef)]
     assert ast.unparse(suite.bases[0]).lower().removesuffix("suite") == kind.replace("_", "")
     assert f'component = "my_{kind}"' in (project / "tests/test_conformance.py").read_text()
+
+
+def workflow(project: Path, name: str) -> dict[str, Any]:
+    read: dict[Any, Any] = yaml.safe_load((project / f".github/workflows/{name}.yml").read_text())
+    return {"on": read.pop(True), **read}  # YAML 1.1 reads `on` as true
+
+
+def steps_of(project: Path, name: str, job: str) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = workflow(project, name)["jobs"][job]["steps"]
+    return steps
+
+
+def test_its_ci_calls_the_reusable_workflow_with_each_dovetail(projects: dict[Kind, Path]) -> None:
+    project = projects["scheduler"]
+    called, text = workflow(project, "conformance"), (project / ".github/workflows/conformance.yml").read_text()
+    inputs = called["on"]["workflow_call"]["inputs"]
+    assert set(re.findall(r"inputs\.(\w+)", text)) == set(inputs)
+    caller = workflow(project, "ci")["jobs"]["conformance"]
+    assert (project / caller["uses"]).is_file()
+    assert set(caller["with"]) <= set(inputs)
+    assert {name for name, given in inputs.items() if given.get("required")} <= set(caller["with"])
+    legs = caller["strategy"]["matrix"]["include"]
+    assert [leg["dovetail"] for leg in legs] == ["oldest", "newest", "main"]
+    named = set(re.findall(r"matrix\.(\w+)", str(caller["with"])))
+    assert all(set(leg) == named for leg in legs)
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    assert all(SpecifierSet(metadata["requires-python"]).contains(leg["python"]) for leg in legs)
+
+
+@pytest.mark.parametrize(
+    ("dovetail", "installs"),
+    [
+        ("oldest", ["install .[test] -c oldest.txt"]),
+        ("newest", ["install .[test]"]),
+        ("main", ["install .[test]", f"install --upgrade {DISTRIBUTION}[testing] @ git+https://example.org/it"]),
+    ],
+)
+def test_its_ci_installs_the_dovetail_that_it_names(projects: dict[Kind, Path], tmp_path: Path, dovetail: str, installs: list[str]) -> None:
+    project = projects["model"]  # it depends on Dovetail with an extra
+    pip = tmp_path / "pip"
+    pip.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    pip.chmod(0o755)
+    (script,) = [step["run"] for step in steps_of(project, "conformance", "suite") if step.get("name") == "Install"]
+    (tmp_path / "pyproject.toml").write_text((project / "pyproject.toml").read_text())
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DOVETAIL": dovetail, "SOURCE": "https://example.org/it"}
+    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environ, check=True)
+    assert (tmp_path / "calls").read_text().splitlines() == installs
+    if dovetail == "oldest":
+        pinned = Requirement((tmp_path / "oldest.txt").read_text().strip())
+        assert (pinned.name, pinned.specifier.contains(__version__)) == (DISTRIBUTION, True)
+
+
+@pytest.mark.parametrize("name", ["ci", "conformance"])
+def test_the_commands_of_its_ci_are_shell(projects: dict[Kind, Path], name: str) -> None:
+    scripts = [step["run"] for job in workflow(projects["scheduler"], name)["jobs"].values() for step in job.get("steps", ()) if "run" in step]
+    assert scripts
+    for script in scripts:
+        subprocess.run(["bash", "-n", "-c", script], check=True)
 
 
 def test_it_depends_on_the_dovetail_that_wrote_it(project: Path) -> None:

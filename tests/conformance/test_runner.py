@@ -7,16 +7,19 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from dovetail import __version__
 from dovetail.api.component import Kind
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
-from dovetail.testing import Waiver, run, runner
+from dovetail.testing import ObserverSuite, Waiver, run, runner
+from dovetail.testing.checks import checks_of
 from dovetail.testing.child import SuiteRun, generated_suite
 from tests.conformance import unruly
 from tests.registry.fakes import Site, components
@@ -126,7 +129,35 @@ def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa
     spec = 'kind="observer", name="loud", target="tests.conformance.unruly:Prints"'
     site.install("dovetail-loud", modules={"loud": "print('noise')\n" + components(spec)})
     done = CliRunner().invoke(app, ["plugins", "test", "observer", "loud", "--json"])
-    assert json.loads(done.stdout)["component"] == "loud"
+    told = json.loads(done.stdout)
+    assert [told[key] for key in ("kind", "component", "distribution", "version", "written_for")] == [
+        "observer",
+        "loud",
+        "dovetail-loud",
+        "1.0",
+        "0.1",
+    ]
+
+
+def test_a_verdict_for_machines_names_every_check(site: Site, tmp_path: Path) -> None:  # noqa: F811
+    site.install("dovetail-one", modules={"one": components('kind="observer", name="one", target="tests.conformance.unruly:RaisesNoText"')})
+    done = CliRunner().invoke(app, ["plugins", "test", "observer", "one", "--json", "--badge", str(tmp_path / "badge.json")])
+    told, badge = json.loads(done.stdout), json.loads((tmp_path / "badge.json").read_text())
+    assert (done.exit_code, told["conformant"], told["dovetail"]) == (1, False, __version__)
+    assert set(told["checks"]) == set(checks_of(ObserverSuite))
+    counts = Counter(told["checks"].values())
+    assert (counts["passed"], counts["passed"] + counts["failed"]) == (told["passed"], told["expected"])
+    failed = {id for id, judged in told["checks"].items() if judged == "failed"}
+    assert failed == {id for finding in told["findings"] for id in (finding["id"], *finding["also"])} != set()
+    assert badge["message"] == f"observer not conformant, {told['passed']}/{told['expected']}"
+    assert told["seconds"] > 0
+
+
+@pytest.mark.parametrize("badge", [".", "nowhere/badge.json"])
+def test_a_badge_that_cannot_be_written_is_refused_before_the_suite_runs(badge: str) -> None:
+    done = CliRunner().invoke(app, ["plugins", "test", "observer", "log", "--badge", badge])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--badge: expected a file in a folder that exists" in done.stderr
 
 
 def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None:  # noqa: F811

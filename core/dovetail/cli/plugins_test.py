@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,11 +37,18 @@ def run_suite(
         list[str], typer.Option("--suite", metavar=MAPPING, help="Settings of the kind's suite, as its page has them. May be repeated.")
     ] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    badge: Annotated[
+        Path | None,
+        typer.Option("--badge", metavar="FILE", help="Also write the verdict as a badge: JSON for shields.io's endpoint.", show_default=False),
+    ] = None,
     time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
     """Run the checks of a kind's conformance suite over an installed component. The exit code is 0 if it is CONFORMANT, else 1."""
     _check_installed()
     from dovetail.testing.runner import run
+
+    if badge is not None and (badge.is_dir() or not badge.parent.is_dir()):
+        raise ConfigError(f"--badge: expected a file in a folder that exists, got {badge}")
 
     own = parse_mappings(settings, "--suite")
     if variant:
@@ -49,6 +57,11 @@ def run_suite(
     verdict = run(kind, name, given, waivers=parse_waivers(waive), time_limit_s=time_limit_s, settings=own)  # type: ignore[arg-type]
     text = json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report())
     typer.echo(text.encode(errors="backslashreplace").decode())  # a component's output may not be valid text
+    if badge is not None:
+        try:
+            badge.write_text(json.dumps(verdict.badge()) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--badge: {badge} can't be written: {error.strerror}") from None
     if not verdict.conformant:
         raise typer.Exit(1)
 

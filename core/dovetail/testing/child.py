@@ -1,9 +1,9 @@
 """Process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, with progress written to a ledger file.
 
-The ledger has JSON lines: first {"event": "expected", "expected"}; for each check {"event": "started", "id"} and {"event": "outcome", "id",
-"outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if the component or one of its options doesn't exist, or
-{"event": "broken", "message"} if it can't be loaded. A fatal signal, which the runner also sends to a hanging check, leaves a traceback in the trace
-file.
+The ledger has JSON lines: of a component with a name {"event": "found", "component"}; then {"event": "expected", "expected"}; for each check
+{"event": "started", "id"} and {"event": "outcome", "id", "outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if the
+component or one of its options doesn't exist, or {"event": "broken", "message"} if it can't be loaded. A fatal signal, which the runner also sends to
+a hanging check, leaves a traceback in the trace file.
 """
 
 from __future__ import annotations
@@ -133,6 +133,9 @@ class Ledger:
         try:
             suite = generated_suite(job_path)()
             misuse = _wrong_settings(suite, self.job) or (None if self.job.is_class else _misuse(suite, self.job))
+            if misuse is None and not self.job.is_class:
+                found = suite.resolved
+                self.tell("found", component={"distribution": found.distribution, "version": found.version, "written_for": found.spec.api})
             if misuse is None:
                 _ = suite.component_class
         except BaseException as error:  # SystemExit too

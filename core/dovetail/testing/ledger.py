@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
+from dovetail import __version__
 from dovetail.api.component import API_VERSIONS, Kind
 from dovetail.testing.checks import Check, Waiver, checks_of
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _ALLOWED = {"__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__qualname__", "__static_attributes__", "__weakref__"}
 
 Status = Literal["passed", "failed", "absent", "untried", "skipped"]
+Judged = Literal["passed", "failed", "waived", "absent", "untried"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,11 @@ class Verdict:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     untried: tuple[str, ...] = ()  # declared capabilities that can't be tested on this machine
+    checks: Mapping[str, Judged] = field(default_factory=dict)  # id -> how it counts; empty if the component couldn't be loaded
+    distribution: str = ""  # of the component, as in the next two; "" of a class
+    version: str = ""
+    written_for: str = ""  # the version of the interface that it declares; `api` is the one whose checks ran
+    seconds: float = field(default=0.0, compare=False)  # wall time of `run`; 0: not measured
 
     @property
     def conformant(self) -> bool:
@@ -124,7 +131,19 @@ class Verdict:
         yield self.line
 
     def to_json(self) -> dict[str, Any]:
-        return {"conformant": self.conformant, "line": self.line, **asdict(self)}
+        """Return its fields and properties, and Dovetail's version, as plain values."""
+        return {"conformant": self.conformant, "line": self.line, "dovetail": __version__, **asdict(self)}
+
+    def badge(self) -> dict[str, Any]:
+        """Return the verdict as shields.io's endpoint expects it: yellow if a check is waived or couldn't be tried."""
+        word = "conformant" if self.conformant else "not conformant"
+        color = "red" if not self.conformant else "yellow" if self.waived or self.untried else "brightgreen"
+        return {
+            "schemaVersion": 1,
+            "label": f"Dovetail {__version__}",
+            "message": f"{self.kind} {word}, {self.passed}/{self.expected}",
+            "color": color,
+        }
 
 
 def expected_of(suite: type[Suite]) -> Expected:
@@ -146,22 +165,24 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
     """Return the verdict; `outcomes` are by the checks' ids."""
     findings = [Finding(id, message) for id, message in expected.tampering.items()]
     told: dict[str, int] = {}  # fault -> place of its finding
-    passed, wanted, waived = 0, 0, []
+    waived = []
+    judged: dict[str, Judged] = dict.fromkeys(expected.checks, "failed")
     unwanted: dict[Status, set[str]] = {"absent": set(), "untried": set()}
     for id, help in expected.checks.items():
         outcome = outcomes.get(id, Outcome("skipped", "it didn't run: deleted, deselected, or its class can't be collected"))
-        if outcome.status in unwanted:
+        if outcome.status == "absent" or outcome.status == "untried":
             unwanted[outcome.status].add(str(outcome.capability))
+            judged[id] = outcome.status
             if id in expected.waivers:
                 findings.append(Finding(id, "it is waived, but not wanted of this component: remove the waiver"))
             continue
-        wanted += 1
         if outcome.status == "passed" and id in expected.waivers:
             findings.append(Finding(id, "it is waived, but passes: remove the waiver"))
         elif outcome.status == "passed":
-            passed += id not in expected.tampering
+            judged[id] = "failed" if id in expected.tampering else "passed"
         elif outcome.status == "failed" and id in expected.waivers:
             waived.append(id)
+            judged[id] = "waived"
         elif id in expected.tampering:
             continue
         elif outcome.fault in told:
@@ -177,13 +198,14 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
         expected.kind,
         expected.component,
         api,
-        passed,
-        wanted,
+        sum(status == "passed" for status in judged.values()),
+        sum(status not in unwanted for status in judged.values()),
         tuple(sorted(unwanted["absent"])),
         tuple(waived),
         tuple(findings),
         (*notes, *(f"waived: {id}: {why}" for id, why in expected.waivers.items())),
         tuple(sorted(unwanted["untried"])),
+        judged,
     )
 
 

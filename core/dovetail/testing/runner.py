@@ -59,7 +59,8 @@ def run(
     path = [os.path.abspath(entry) for entry in sys.path]
     with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
         job = SuiteRun(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, dict(settings or {}), folder, path)
-        return _Run(job, time_limit_s).verdict()
+        started, runs = time.monotonic(), _Run(job, time_limit_s)
+        return replace(runs.verdict(), **runs.found, seconds=round(time.monotonic() - started, 1))
 
 
 def _check_json(what: str, values: Mapping[str, Any] | None) -> None:
@@ -78,6 +79,7 @@ class _Run:
         self.outcomes: dict[str, Outcome] = {}
         self.doing = LOADING  # or the id of the current or last check
         self.broken = ""  # reason if it can't be loaded
+        self.found: dict[str, Any] = {}  # fields of the verdict that name the component's distribution
         self.ended = False
 
     def verdict(self) -> Verdict:
@@ -150,6 +152,8 @@ class _Run:
 
     def _heed(self, told: dict[str, Any]) -> None:
         match told.get("event"):
+            case "found":
+                self.found = told["component"]
             case "expected":
                 self.expected = Expected.from_json(told["expected"])
             case "started":
