@@ -115,9 +115,13 @@ def reference_targets() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def documented() -> list[griffe.Object]:
+def package() -> Any:
+    return griffe.load("dovetail", search_paths=[ROOT / "core"])
+
+
+@pytest.fixture(scope="module")
+def documented(package: Any) -> list[griffe.Object]:
     """What the reference shows, with all that is inside. A name that is only imported where the reference looks for it is a `griffe.Alias`."""
-    package = griffe.load("dovetail", search_paths=[ROOT / "core"])
 
     def walk(thing: Any) -> Iterator[Any]:
         yield thing
@@ -150,6 +154,25 @@ def test_every_public_name_is_in_the_reference() -> None:
     homes |= {f"dovetail.testing.{testing._HOMES[name]}.{name}" for name in testing.__all__}
     missing = {home for home in homes if home not in targets and home.rpartition(".")[0] not in targets}
     assert not missing
+
+
+NN_INTERNAL = ("kernels", "adapters", "format", "state")  # as the page says; of the last two it has what the next test names
+
+
+def test_every_layer_is_in_the_reference_with_its_shapes(package: Any, documented: list[griffe.Object]) -> None:
+    nn = package["nn"]
+    modules = [module for name, module in nn.modules.items() if name not in NN_INTERNAL]
+    targets = reference_targets()
+    public = [member for module in modules for member in module.members.values() if member.is_public and not member.is_alias and member.docstring]
+    assert {member.path for member in public if not {member.path, member.parent.path} & targets} == set()
+    state = [nn["state"][name].final_target.path for name in ast.literal_eval(str(nn["state"]["__all__"].value))]
+    assert {path for path in state if path not in targets} == set()
+    for function in documented:
+        if not isinstance(function, griffe.Function) or not function.path.startswith("dovetail.nn.") or function.name == "__init__":
+            continue  # fields of data classes have comments
+        docstring = function.docstring or (function.parent and function.parent.docstring)
+        tensors = [one.name for one in function.parameters if "torch.Tensor" in str(one.annotation)]
+        assert not tensors or (docstring and "[" in docstring.value), f"{function.path} says no shape of {', '.join(tensors)}"
 
 
 def test_every_page_is_in_the_navigation(nav: list[str]) -> None:

@@ -51,7 +51,7 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Return x * sigmoid(gate) [tokens, size], which may overwrite x."""
+    """Return x * sigmoid(gate) for x and gate [tokens, size]; may overwrite x."""
     if use_kernels(x, gate[:1]) and gate.stride(1) == 1:
         from dovetail.nn.kernels import gate as kernels
 
@@ -62,7 +62,7 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`act_mul` with silu (SwiGLU, arXiv:2002.05202), which has a kernel."""
+    """Return silu(gate) * up [tokens, size] for gate_up [tokens, 2 * size] (SwiGLU, arXiv:2002.05202): `act_mul` with a kernel."""
     if use_kernels(gate_up):
         from dovetail.nn.kernels import gate as kernels
 

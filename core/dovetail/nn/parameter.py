@@ -57,7 +57,7 @@ class Part:
         return (values.t() if self.transposed else values).expand(self.whole_shape)
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a view of this part of the parameter, with all its copies."""
+        """Return a view of this part of the parameter ([out, in], or [out] of a bias), with all its copies."""
         return parameter.narrow(self.dim, self.at, self.size * self.copies)
 
 

@@ -92,7 +92,7 @@ class WeightFormat(ABC):
         return plain_experts(self, layers, x, ids, weights)
 
     def add_experts_to(self, layers: ExpertLayers, residual: Residual, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add `experts` of x to the stream."""
+        """Add `experts` of x [tokens, hidden] to the stream; ids and weights [tokens, k]."""
         residual.add_parts(self.experts(layers, x, ids, weights))
 
     def stored_experts(self, layers: ExpertLayers) -> tuple[Stored | None, Stored | None]:

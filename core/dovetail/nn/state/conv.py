@@ -102,7 +102,7 @@ class ShortConv(nn.Module):
         self.bias = Weight((channels,), biases, context) if bias else None
 
     def forward(self, x: torch.Tensor, state: StateLayer, tensor: int) -> torch.Tensor:
-        """See `short_conv`."""
+        """Return `short_conv` of x [tokens, channels]."""
         return short_conv(x, self.weight[:, 0], self.bias, state, tensor)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
