@@ -52,7 +52,7 @@ def request(id: str = "r", **fields: Any) -> LiveRequest:
     return LiveRequest(id, [1, 2, 3], SamplingParams(), max_tokens=9, **{"arrival_time": 100.0, **fields})
 
 
-def step(index: int, started: float, ended: float, *, running: int = 1, held_by_group: tuple[int, ...] = ()) -> StepFinished:
+def step(index: int, started: float, ended: float, *, running: int = 1, held_by_group: tuple[int, ...] = (), **more: Any) -> StepFinished:
     return StepFinished(
         index=index,
         planned=started,
@@ -68,6 +68,7 @@ def step(index: int, started: float, ended: float, *, running: int = 1, held_by_
         recomputed_tokens=0,
         blocks=PageCounts(free=5, held=3, cached=2, held_by_group=held_by_group),
         core_s=0.001,
+        **more,
     )
 
 
@@ -256,6 +257,38 @@ def test_pages_are_counted_by_cache_group_if_there_are_several(tmp_path: Path) -
     trace.on_step(step(0, 1.0, 2.0, held_by_group=(1, 2)))
     trace.on_stopped(EngineStopped(2.0, None))
     assert [e["args"] for e in events_of(tmp_path / "t.json") if e.get("name") == "KV blocks held by group"] == [{"full": 1, "window 128": 2}]
+
+
+def test_graphs_are_named_and_copies_counted_while_there_are_any(tmp_path: Path) -> None:
+    trace = started(tmp_path / "t.json")
+    drafting = ("draft_first", "draft_next", "draft_next", "decode")
+    trace.on_step(step(0, 101.0, 102.0))
+    trace.on_step(step(1, 102.0, 103.0, graphs=drafting, page_copies=3, adapter_loads=1))
+    trace.on_step(step(2, 103.0, 104.0, graphs=("mixed", "sampling"), checkpoints=2))
+    trace.on_step(step(3, 104.0, 105.0))
+    trace.on_step(step(4, 105.0, 106.0))
+    trace.on_stopped(EngineStopped(106.0, None))
+    events = events_of(tmp_path / "t.json")
+    told = [event["args"]["graphs"] for event in events if event["ph"] == "X"]
+    assert told == ["none", "draft_first, draft_next x2, decode", "mixed, sampling", "none", "none"]
+    copies = [(event["ts"], event["args"]) for event in events if event.get("name") == "copies"]
+    assert copies == [
+        (2_000_000, {"pages": 3, "checkpoints": 0, "adapters": 1}),
+        (3_000_000, {"pages": 0, "checkpoints": 2, "adapters": 0}),
+        (4_000_000, {"pages": 0, "checkpoints": 0, "adapters": 0}),
+    ]
+
+
+def test_an_engine_tells_of_the_pages_that_samples_of_a_prompt_copy(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with LLMEngine.from_config({"model": "demo", "max_model_len": 64, "observers": [{"name": "perfetto", "path": str(path)}]}) as engine:
+        params = SamplingParams(n=3, max_tokens=4, ignore_eos=True, detokenize=False)
+        engine.add_request("r", {"prompt_token_ids": list(range(1, 20))}, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+    counted = [event["args"]["pages"] for event in events_of(path) if event.get("name") == "copies"]
+    assert sum(counted) == 2, "the prompt's last page, for two of three samples"
+    assert counted[-1] == 0
 
 
 def test_any_id_and_client_can_be_read_and_long_ones_are_cut(tmp_path: Path) -> None:

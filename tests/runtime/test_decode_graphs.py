@@ -85,8 +85,10 @@ def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
     bench = Bench(max_rows=7, num_blocks=60)
     graphs = with_graphs(bench)
     begin(bench, [[row, row] for row in range(5)])
-    for rows in (1, 2, 3, 4, 5):
-        bench.run(dict.fromkeys(range(rows), 1))
+    told = [bench.run(dict.fromkeys(range(rows), 1)).graphs for rows in (1, 2, 3, 4, 5)]
+    assert told == [("decode",)] * 5
+    assert bench.run({0: 1}, [], [1]).graphs == ("decode",), "and no more of earlier steps"
+    graphs.replayed.pop()
     assert graphs.replayed == [(Kind.DECODE, size) for size in (1, 2, 4, 4, 7)]
 
 

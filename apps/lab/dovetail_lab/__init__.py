@@ -12,7 +12,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="simulated",
             target="dovetail_lab.simulated:SimulatedExecutor",
-            api="0.7",
+            api="0.8",
             options="dovetail_lab.simulated:SimulatedOptions",
             summary="Simulation: a step-time model advances a virtual clock, without a model",
         ),
@@ -26,6 +26,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="decision_log",
+            api="0.2",
             target="dovetail_lab.decision_log:DecisionLog",
             options="dovetail_lab.decision_log:DecisionLogOptions",
             summary="Logs scheduling decisions to a file for Perfetto",

@@ -304,6 +304,7 @@ class Result:
     # index in the batch -> the result of a row in `Batch.pooled`: [size], or [prompt tokens, size] of tasks that begin with "token_"
     pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
     counts: Int32 | None = None  # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has `drafts`
+    graphs: tuple[str, ...] = ()  # kinds of the recorded graphs that the step replayed, in order; the rest was launched kernel by kernel
 
 
 class Executor(ABC):

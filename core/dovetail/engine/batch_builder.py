@@ -64,6 +64,7 @@ class BatchBuilder:
         )
         flight = InFlightStep(
             index=step.index,
+            batch=batch,
             handle=None,
             planned=step.now,
             requests=requests,

@@ -505,6 +505,10 @@ class EngineCore:
             draft_rows=len(flight.drafts),
             draft_tokens=sum(map(len, flight.drafts.values())),
             accepted_drafts=tuple(flight.accepted.values()),
+            graphs=result.graphs,
+            page_copies=len(flight.batch.copies),
+            checkpoints=len(flight.batch.checkpoints),
+            adapter_loads=len(flight.batch.adapters),
         )
         self.observers.tell("on_step", event)
 

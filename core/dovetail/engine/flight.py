@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dovetail.api.executor import HostLogprobs, Result
+from dovetail.api.executor import Batch, HostLogprobs, Result
 from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Ran
 from dovetail.engine.finish import Finish
@@ -37,6 +37,7 @@ class InFlightStep:
     """A step that was submitted and whose results aren't in yet."""
 
     index: int
+    batch: Batch
     handle: Any
     planned: float
     requests: list[LiveRequest]

@@ -54,6 +54,8 @@ CHANGES: tuple[ApiChange, ...] = (
         "in a step with drafts, leave a row's live state as it is after its computed tokens, or leave Capacity.max_lines at 0 for models with states",
         bridge="dovetail.registry.bridges:executor_0_6",
     ),
+    ApiChange("executor", "0.7", "0.8", "nothing; Result.graphs is optional"),
+    ApiChange("observer", "0.1", "0.2", "nothing; StepFinished has graphs, page_copies, checkpoints and adapter_loads"),
     ApiChange("drafter", "0.1", "0.2", "nothing; ModelDrafter.head is optional"),
 )
 

@@ -404,6 +404,7 @@ class Graphs:
     def __init__(self, builders: Sequence[Builder], parts: StepParts) -> None:
         """Kinds are recorded in the order of `builders`."""
         self._builders, self._parts = tuple(builders), parts
+        self._kinds: list[Enum] = []  # of replays
         self._table: dict[Enum, tuple[tuple[int, ...], list[Graph]]] = {}  # of recorded kinds: ascending sizes, and the recording of each
 
     @classmethod
@@ -472,9 +473,16 @@ class Graphs:
     def replay(self, graph: Graph, batch: AttentionBatch | None = None) -> Any:
         """Enqueue the step in the graph's inputs. `batch`, if given, is planned in the attention backend first. Returns the result of the builder's
         `run`; the next replay may overwrite it."""
+        self._kinds.append(graph.kind)
         if batch is not None:
             self._parts.backend.plan(batch)
         return graph.recording.replay()
+
+    def take_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of what was replayed since the last call, in order: "decode"."""
+        kinds = tuple([kind.name.lower() for kind in self._kinds])
+        self._kinds.clear()
+        return kinds
 
     def for_model(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool, adapted: bool = False) -> Graph | None:
         """Return the graph for the model of any step; if it is `adapted`, no prefix is shared. None if the step is too large, or needs `all_states`

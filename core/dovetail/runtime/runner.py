@@ -102,6 +102,7 @@ class PendingStep:
     tapped: tuple[TappedStates, int | None] | None = None  # for the draft head, once the tokens are sampled: arguments of `RunningHead.follow`
     unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and the indices of the lines'
     checked: CheckedDrafts | None = None  # of a model with recurrent layers: drafts whose changes to the states are enqueued after sampling
+    graphs: tuple[str, ...] = ()  # kinds of the replayed ones
     ended: float | None = None  # when it had been computed, if `submit` knows
     span: DeviceSpan | None = None  # on a GPU
 
@@ -240,6 +241,8 @@ class Runner:
         """Finish submitting: the whole step is enqueued; on a CPU, computed. How many tokens rows with drafts get is known to `collect`."""
         if pending.batch.drafts is None:
             self.rows.known[pending.lines.rows] += 1
+        if self.graphs is not None:
+            pending.graphs = self.graphs.take_kinds()
         if self.rows.states is not None and pending.checked is not None:
             self.rows.states.accept(pending.checked, self.rows.num_tokens)
         if pending.span is not None:
@@ -290,6 +293,7 @@ class Runner:
             failed=failed,
             pooled=pooled,
             counts=counts,
+            graphs=pending.graphs,
         )
 
     def _wait(self, pending: PendingStep) -> tuple[float, float]:

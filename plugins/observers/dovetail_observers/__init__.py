@@ -11,6 +11,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="log",
+            api="0.2",
             target="dovetail_observers.log:LogObserver",
             options="dovetail_observers.log:LogOptions",
             summary="Logs a line every few seconds: requests, tokens per second, KV pool, preemptions",
@@ -18,6 +19,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="perfetto",
+            api="0.2",
             target="dovetail_observers.perfetto:PerfettoObserver",
             options="dovetail_observers.perfetto:PerfettoOptions",
             summary="Writes a trace of steps and requests to a file for Perfetto",
@@ -25,6 +27,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="prometheus",
+            api="0.2",
             target="dovetail_observers.prometheus:PrometheusObserver",
             options="dovetail_observers.prometheus:PrometheusOptions",
             summary="Serves Prometheus metrics, with vLLM's names, from an engine without a server",

@@ -1,7 +1,7 @@
 """Observer `perfetto`: a trace of steps and requests that https://ui.perfetto.dev opens.
 
     engine     device     | prefill | decode | prefill+decode | ...        a slice per step of the device
-               counters   requests running and waiting; KV blocks held, cached and free; tokens of a step
+               counters   requests running and waiting; KV blocks held, cached and free; tokens of a step; copies
     requests   lane 000   | request 17                          | request 31 ...
                           | queued | prefill | decode | preempted | ...    phases of the request above
 
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ class PerfettoObserver(Observer):
         self._prefilling: dict[Request, Life] = {}
         self._free: list[tuple[int, int]] = []  # a heap of free lanes, each after the time of its last end
         self._lanes = 0
+        self._copied = False  # the last step had copies
 
     def on_started(self, event: EngineStarted) -> None:
         """Open the file. Raises `ConfigError` if that fails."""
@@ -229,6 +231,7 @@ class PerfettoObserver(Observer):
             "recomputed_tokens": event.recomputed_tokens,
             "preempted": event.preempted,
             "core_us": round(1e6 * event.core_s),
+            "graphs": _counted(event.graphs) or "none",
         }
         if event.draft_rows:
             args |= {"draft_rows": event.draft_rows, "draft_tokens": event.draft_tokens, "accepted_drafts": sum(event.accepted_drafts)}
@@ -240,7 +243,14 @@ class PerfettoObserver(Observer):
             _counter("requests", end, running=event.running, waiting=event.waiting),
             _counter("KV blocks", end, held=blocks.held, cached=blocks.cached, free=blocks.free),
             *([_counter("KV blocks held by group", end, **by_group)] if by_group else []),
+            *self._copies(event, begin),
         ]
+
+    def _copies(self, event: StepFinished, at_us: int) -> list[Event]:
+        """Return the counter of what a step copies; none while it stays at zero."""
+        copies = {"pages": event.page_copies, "checkpoints": event.checkpoints, "adapters": event.adapter_loads}
+        before, self._copied = self._copied, any(copies.values())
+        return [_counter("copies", at_us, **copies)] if before or self._copied else []
 
     def _turn(self, life: Life, phase: str, time: float, args: Event | None = None, *, instant: bool = False) -> None:
         """End the phase of a request, and begin the next; with a mark on its lane if `instant`."""
@@ -302,6 +312,12 @@ def _line(events: Sequence[Event]) -> bytes:
     """Return the events in JSON, after a comma: encoded in one call, which takes half the time of one each. Unpaired surrogates, which Perfetto
     doesn't read, become "?"."""
     return f",\n{_encode(events)[1:-1]}".encode("utf-8", "replace")
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return names in their order, neighbours that are the same as one: "draft_first, draft_next x3, decode"."""
+    runs = [(name, len(list(same))) for name, same in groupby(names)]
+    return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 
 
 def _cut(text: str) -> str:

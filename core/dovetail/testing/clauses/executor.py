@@ -95,6 +95,7 @@ CLAUSES: Marks = {
         "Given exactly if": held("drafts", "results"),
         "index in the batch -> logprobs": held("prompt_logprobs"),
         "the result of a row": held("pooled", "pooled_failed"),
+        "recorded graphs that the step replayed": TOLD,
         "why this row failed": held(
             "results", "failed_row", "pooled_failed", but="detecting NaN isn't required of rows that sample, only that no other row is reported"
         ),

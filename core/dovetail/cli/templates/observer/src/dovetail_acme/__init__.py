@@ -10,6 +10,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
     yield ComponentSpec(
         kind="observer",
         name="acme",
+        api="0.2",
         target="dovetail_acme.observer:AcmeObserver",
         options="dovetail_acme.observer:AcmeOptions",
         summary="Logs the requests that took long",
