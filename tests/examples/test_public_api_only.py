@@ -16,8 +16,8 @@ PACKAGES = sorted(path.parent for folder in ("examples/plugins", "core/dovetail/
 PUBLIC = tuple(f"dovetail.{name}" for name in ("api", "nn", "runtime", "request", "sampling_params", "checks", "errors", "testing"))
 
 
-def test_there_are_five_examples_and_a_template_a_kind() -> None:
-    assert len(PACKAGES) == 5 + len(KINDS)
+def test_there_are_six_examples_and_a_template_a_kind() -> None:
+    assert len(PACKAGES) == 6 + len(KINDS)
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
