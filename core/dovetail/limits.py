@@ -28,7 +28,7 @@ class Limits(BaseModel):
     `truncate_prompt_tokens` cuts anything: raise it for prompts that are to be cut."""
 
     max_name_chars: Count = 512
-    """The longest `request_id`, `client` and `cache_salt`."""
+    """The longest `request_id`, `client`, `cache_salt` and name of an adapter."""
 
     max_extra_size: CountOrZero = 65536
     """The most items and characters, with all that is nested in them, of `extra_args` and of `extra`."""

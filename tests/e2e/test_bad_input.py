@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 
-from dovetail import LLM, LLMEngine, RequestOutput, SamplingParams
+from dovetail import LLM, LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from dovetail.api.clock import VirtualClock, WallClock
 from dovetail.errors import ConfigError, DovetailError, EngineDeadError, ModelLoadError, PluginError, RequestError, UnsupportedError
 from dovetail.limits import Limits
@@ -526,6 +526,7 @@ TOO_FAR: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("max_name_chars", {}, {"request_id": "0123456789"}),
     ("max_name_chars", {}, {"client": "0123456789"}),
     ("max_name_chars", {}, {"cache_salt": "0123456789"}),
+    ("max_name_chars", {}, {"lora_request": LoRARequest("0123456789", 1, "a")}),
     ("max_extra_size", {"extra_args": {"a": [["b"] * 5]}}, {}),
     ("max_extra_size", {}, {"extra": {"a": {"b": [0] * 9}}}),
     ("max_grammar_chars", {"structured": {"regex": "0123456789"}}, {}),

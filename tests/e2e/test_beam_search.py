@@ -19,10 +19,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from dovetail import LLM, BeamSearchParams, CompletionOutput, SamplingParams
+from dovetail import LLM, BeamSearchParams, CompletionOutput, LoRARequest, SamplingParams
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.beam_search import BeamSearch, BeamSearchOutput
 from dovetail.request import Logprob
+from tests.adapters import config_of, weights_of, write_adapter
 from tests.e2e.reference import checkpoint
 from tests.e2e.test_equal_to_transformers import DEMO, random_prompts
 
@@ -128,6 +129,18 @@ def test_beams_are_the_same_however_many_prompts_are_searched_at_a_time(llm: LLM
 def test_beams_are_the_same_in_any_engine(llm: LLM, config: dict[str, Any]) -> None:
     with LLM(**SETTINGS | config) as other:
         assert found(other) == found(llm)
+
+
+def test_each_prompt_is_searched_with_its_own_adapter(llm: LLM, tmp_path: Path) -> None:
+    modules = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(4)}
+    folder = write_adapter(tmp_path, config_of(target_modules=["q_proj"]), weights_of(modules))
+    adapter = LoRARequest("one", 1, str(folder))
+    with LLM(**SETTINGS, enable_lora=True) as adapted:
+        each = adapted.beam_search(["ROMEO:"] * 3, PARAMS, lora_request=[None, adapter, None])
+        each += adapted.beam_search("ROMEO:", PARAMS, lora_request=adapter)
+    each += llm.beam_search("ROMEO:", PARAMS)
+    first, second, third, alone, base = ([sequence.tokens for sequence in output.sequences] for output in each)
+    assert first == third == base != second == alone
 
 
 def test_rounds_reuse_the_prompt_from_the_prefix_cache(llm: LLM) -> None:
@@ -279,6 +292,7 @@ def test_wrong_parameters_are_refused_by_name(fields: dict[str, Any], said: str)
         ("A", PARAMS, {"concurrency_limit": 0}, "concurrency_limit must be an integer >= 1 or None, got 0"),
         ("A", PARAMS, {"concurrency_limit": True}, "concurrency_limit must be an integer >= 1 or None, got True"),
         ("A", PARAMS, {"prompt_adapter_request": 1}, "beam_search(): prompt_adapter_request=1: prompt adapters (soft prompts) aren't served"),
+        (["A", "B"], PARAMS, {"lora_request": [None]}, "lora_request must be one or one for each prompt: got 1 for 2 prompts"),
         ("A", PARAMS, {"beam_width": 2}, "beam_search(): beam_width: there is no such argument"),
     ],
     ids=str,

@@ -151,6 +151,8 @@ def test_vllms_methods(make: Callable[..., LLM], tmp_path: Path) -> None:
     assert engine.list_loras() == {3, 4}
     with pytest.raises(RequestError, match="is no directory here"):
         engine.add_lora(LoRARequest("e", 5, str(tmp_path / "e")))
+    with pytest.raises(RequestError, match=r"lora_name: its characters must be at most 512 \(limits.max_name_chars\), got 513"):
+        engine.add_lora(LoRARequest("e" * 513, 5, str(tmp_path / "e")))
     config = engine.get_lora_config()
     assert config is not None
     assert (config.max_loras, config.max_lora_rank, config.max_cpu_loras) == (8, 16, 2)
@@ -225,6 +227,15 @@ def test_a_name_whose_directory_changes_is_its_newest(tmp_path: Path) -> None:
         assert len({store.get(LoRARequest(name, 1, str(one))).path for name in "ab"}) == 1, "equal adapters share a copy"
     finally:
         store.close()
+
+
+def test_a_closed_store_forgets_what_was_pinned(tmp_path: Path) -> None:
+    store = AdapterStore(CAPACITY, 4)
+    for number, name in enumerate("ab", 1):
+        store.get(LoRARequest(name, number, str(write_adapter(tmp_path / name, seed=number)))).copy.result()
+        assert store.pin(number)
+    store.close()
+    assert [store.remove(number) for number in (1, 2)] == [False, False]
 
 
 def test_closing_ends_all_waits(tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ class RemoteEngine:
         await self._ask(Reset)
 
     async def load_adapter(self, name: str, path: str | None, within: str | None = None) -> None:
+        request_checks.check_name("lora_name", name, self.info.intake.limits)
         await self._ask(lambda number: LoadAdapter(number, name, path, within))
 
     async def _ask(self, message: Callable[[int], Reset | LoadAdapter]) -> None:
@@ -361,14 +362,14 @@ class RemoteEngine:
                 sample = entry.group.samples[0]
                 if sample.number in self._samples and (text := self._builder.text_of(sample)) is not None:
                     sample.text, sample.listener = text, listener
-        except Exception as error:  # must not affect other requests
-            self._break_off(entry, error)
+        except Exception:  # must not affect other requests
+            self._break_off(entry)
 
-    def _break_off(self, entry: _Open, error: Exception) -> None:
-        """Abort a request whose listener has failed, and tell it: whoever waits for its outputs would wait forever."""
+    def _break_off(self, entry: _Open) -> None:
+        """Abort a request whose listener has just failed, and tell it: whoever waits for its outputs would wait forever."""
         logger.exception("a listener failed")
         self.abort(entry.group.request_id)
-        self._tell(entry, DovetailError(f"the output couldn't be processed: {describe(error)}"))
+        self._tell(entry, DovetailError("the server failed to process an output of this request; its log says why"))
 
     def _read(self, frame: StepFrame) -> FrameNews:
         """Return a frame's results for unfinished samples, except plain tokens, which are passed on at once."""
@@ -409,9 +410,9 @@ class RemoteEngine:
     def _tell_text(self, sample: Sample, text: IncrementalText, token_ids: Sequence[int]) -> None:
         try:
             sample.listener.on_text(text.delta_of(token_ids), len(token_ids))  # type: ignore[union-attr]  # set together with `text`
-        except Exception as error:
+        except Exception:
             if sample.entry is not None:
-                self._break_off(sample.entry, error)
+                self._break_off(sample.entry)
 
     def _watched(self, watcher: TokenWatcher, token: int, finish: Finished | None) -> Finish | None:
         """Check a token for stop strings, as the core would: stop tokens are excluded."""

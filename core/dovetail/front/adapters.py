@@ -138,6 +138,7 @@ class AdapterStore:
         self._threads.shutdown(wait=True)
         with self._lock:
             self._names.clear()
+            self._pinned.clear()
             self._copies.clear()
         self._folder.cleanup()
 

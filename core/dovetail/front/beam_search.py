@@ -17,6 +17,7 @@ from dovetail.errors import RequestError
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
+from dovetail.lora import LoRARequest
 from dovetail.request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams
 
@@ -44,8 +45,16 @@ class BeamSearchOutput:
 class BeamSearch:
     """The search for the answers to one prompt: while beams are `running`, call `advance` with the outputs of requests for one more token."""
 
-    def __init__(self, prompt_token_ids: Sequence[int], params: BeamSearchParams, max_tokens: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        adapter: LoRARequest | None = None,
+    ) -> None:
         """`max_tokens`: of an answer. `stop_ids`: tokens that end one."""
+        self.adapter = adapter
         self._params = params
         self._max_tokens = max_tokens
         self._stop_ids = frozenset(stop_ids)
@@ -100,16 +109,17 @@ class BeamSearch:
 
 def beam_search(
     engine: LLMEngine,
-    generate: Callable[[list[Prompt], SamplingParams], list[RequestOutput]],
+    generate: Callable[[list[Prompt], SamplingParams, list[LoRARequest | None]], list[RequestOutput]],
     prompts: Sequence[Prompt],
+    adapters: Sequence[LoRARequest | None],
     params: BeamSearchParams,
     limit: int | None,
     ended: Callable[[int], object],
 ) -> list[BeamSearchOutput]:
     """Search for the answers to all prompts, to at most `limit` at a time; None: as many as the engine has seats for.
 
-    `generate` returns the outputs of token ids; `ended` is called with the number of searches that ended in a round. Raises `RequestError` before
-    anything is computed, and what `generate` raises.
+    `adapters`: one for each prompt. `generate` returns the outputs of token ids, each computed with its adapter; `ended` is called with the number
+    of searches that ended in a round. Raises `RequestError` before anything is computed, and what `generate` raises.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be BeamSearchParams, got {shown(params)}")
@@ -135,11 +145,15 @@ def beam_search(
         output_kind=OutputKind.FINAL,
     )
     token_ids, max_len = engine.checked_prompts(engine.all_tokenized(prompts), one), engine.capacity.max_model_len
-    searches = [BeamSearch(ids, params, min(params.max_tokens, max_len - len(ids)), stop_ids) for ids in token_ids]
+    searches = [
+        BeamSearch(ids, params, min(params.max_tokens, max_len - len(ids)), stop_ids, adapter)
+        for ids, adapter in zip(token_ids, adapters, strict=True)
+    ]
     waiting, active = deque(searches), list[BeamSearch]()
     while waiting or active:
         active += [waiting.popleft() for _ in range(min(len(waiting), limit - len(active)))]
-        outputs = iter(generate([beam.tokens for search in active for beam in search.running], one))
+        beams = [(beam.tokens, search.adapter) for search in active for beam in search.running]
+        outputs = iter(generate([tokens for tokens, _ in beams], one, [adapter for _, adapter in beams]))
         for search in active:
             search.advance([next(outputs).outputs[0] for _ in search.running])
         before, active = len(active), [search for search in active if search.running]

@@ -188,9 +188,11 @@ class Intake:
         none."""
         if not (plain_id := plain_text(request_id)):
             raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
-        for name, value in (("request_id", plain_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
+        adapter = None if fields.lora_request is None else fields.lora_request.lora_name
+        names = {"request_id": plain_id, "client": fields.client, "cache_salt": fields.cache_salt, "lora_request.lora_name": adapter}
+        for name, value in names.items():
             if value is not None:
-                request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
+                request_checks.check_name(name, value, self.facts.limits)
         if fields.lora_request is not None and not self.facts.has_adapters:
             raise RequestError(f"lora_request: this engine takes no adapters: {ENABLE}")
         request_checks.check_extra(extra, self.facts.limits)

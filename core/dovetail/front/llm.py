@@ -147,20 +147,24 @@ class LLM(SaysWhatIsMissing):
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[BeamSearchOutput]:
         """Return the most probable answers to one prompt or a list, each text or token ids, as beam search finds them.
 
         Returns an output for each prompt, in order. `concurrency_limit`: the most prompts searched at a time; None: as many as the engine has seats
-        for, counting beams. `lora_request`: the adapter to compute them with. Raises and ends as `generate` does; concurrent calls share steps.
+        for, counting beams. `lora_request`: as `generate` takes it. Raises and ends as `generate` does; concurrent calls share steps.
         """
         if others:
             check_call("beam_search", others)
         prompts = _as_list(prompts)
-        generate = partial(self.generate, use_tqdm=False, lora_request=lora_request)
+        adapters = [fields.get("lora_request") for fields in _fields_of_each(len(prompts), lora_request=lora_request)]
+
+        def generate(beams: list[Prompt], one: SamplingParams, adapters: list[LoRARequest | None]) -> list[RequestOutput]:
+            return self.generate(beams, one, use_tqdm=False, lora_request=adapters)
+
         with tqdm(total=len(prompts), desc="prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            return beam_search(self.engine, generate, prompts, params, concurrency_limit, bar.update)
+            return beam_search(self.engine, generate, prompts, adapters, params, concurrency_limit, bar.update)
 
     def encode(
         self,
@@ -251,6 +255,8 @@ class LLM(SaysWhatIsMissing):
             raise RequestError("score(): chat_template: it takes a `template` instead, a text with {query} and, after it, {document}")
         if not isinstance(pooling_params, PoolingParams | None):
             raise RequestError(f"pooling_params must be PoolingParams, got {shown(pooling_params)}")
+        if isinstance(lora_request, list | tuple):
+            raise RequestError("score(): lora_request: it takes one adapter for all pairs, got a list")
         pairs = paired(data_1, data_2)
         params = _with(pooling_params or PoolingParams(), {"truncate_prompt_tokens": truncate_prompt_tokens})
         plan = self.engine.pooling.plan_scores(pairs, params, template)

@@ -375,7 +375,9 @@ class LLMEngine(SaysWhatIsMissing):
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter to the host before a request needs it, and wait for it. Raises `RequestError` if it can't be used."""
         self._check_open()
-        self._adapters("add_lora").get(lora_request).copy.result()
+        adapters = self._adapters("add_lora")
+        request_checks.check_name("lora_name", lora_request.lora_name, self.config.limits)
+        adapters.get(lora_request).copy.result()
         return True
 
     def remove_lora(self, lora_id: int) -> bool:

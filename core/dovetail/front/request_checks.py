@@ -147,6 +147,11 @@ def _check_size(name: str, value: Any, limits: Limits) -> None:
         raise RequestError(f"{name}: all items and characters in it must be at most {limits.max_extra_size} (limits.max_extra_size) together")
 
 
+def check_name(what: str, name: str, limits: Limits) -> None:
+    """Raise `RequestError` if a name is too long."""
+    at_most(f"{what}: its characters", len(name), limits, "max_name_chars")
+
+
 def at_most(what: str, value: int, limits: Limits, limit: str) -> None:
     """Raise `RequestError` if `value` exceeds that limit."""
     most = getattr(limits, limit)
