@@ -94,7 +94,8 @@ def test_wrong_requests_are_refused_with_the_parameter() -> None:
         for path, body in (("/classify", {"input": "a"}), ("/v1/completions", {"prompt": "a"})):
             status, message, _ = refusal(one, path, **body)
             assert status == 400
-            assert "embed() makes embeddings" in message
+            assert "/v1/embeddings makes embeddings" in message
+            assert "(" not in message
         assert len(answer(one, "/v1/embeddings", input=[[7] * 129], truncate_prompt_tokens=-1)["data"]) == 1
     with client(None) as one:
         assert "executor fake can't pool" in refusal(one, "/v1/embeddings", input="a")[1]

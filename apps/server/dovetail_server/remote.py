@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ from dovetail_server.frames import (
     unpack_tokens,
 )
 from dovetail_server.links import Line
+from dovetail_server.protocol.pooling import HTTP_CALLS
 
 logger = logging.getLogger("dovetail")
 
@@ -131,7 +132,9 @@ class RemoteEngine:
         self._wall_clock = welcome.wall_clock
         self.tokenizer = tokenizer
         self.info = info = welcome.info
-        self._intake = Intake(info.intake, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
+        can = info.intake.pooling
+        facts = replace(info.intake, pooling=None if can is None else replace(can, call_of=HTTP_CALLS))
+        self._intake = Intake(facts, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
         self.chat = ChatFrontEnd(tokenizer, info.intake.limits, info.intake.max_model_len)
         self.load = Load(free_blocks=info.num_blocks)
         self.adapters: Mapping[str, str] = {}

@@ -31,11 +31,12 @@ YES_OR_NO = (  # Qwen3-Reranker's, with its default instruction
 )
 _NEEDS_LAST = SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=OutputKind.FINAL)
 _NEEDS_ALL = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=0, detokenize=False, output_kind=OutputKind.FINAL)
-_CALLS: Mapping[str, str] = {
+PYTHON_CALLS: Mapping[str, str] = {
     "embed": "embed() makes embeddings",
     "token_embed": 'encode(…, pooling_task="token_embed") makes one for each token',
     "classify": "classify() returns the probabilities of its labels",
     "token_classify": 'encode(…, pooling_task="token_classify") returns them for each token',
+    "score": "score(query, documents) compares texts",
 }
 
 
@@ -49,6 +50,7 @@ class PoolingFacts:
     prompts: Mapping[str, str] = field(default_factory=dict)  # stored in the checkpoint, by name: they are put before texts
     default_prompt: str | None = None  # the name of one for texts that name none
     template: str | None = None  # of a pair; None: the tokenizer's form of a pair
+    call_of: Mapping[str, str] = field(default_factory=lambda: dict(PYTHON_CALLS))  # what callers call for each task, for errors
 
     @classmethod
     def of(cls, capacity: PoolingCapacity, model_dir: Path, template: str | None, max_model_len: int, max_step_tokens: int) -> PoolingFacts:
@@ -71,7 +73,7 @@ class PoolingFacts:
     @property
     def calls(self) -> str:
         """Return the calls that this model serves, for the error about one that it doesn't."""
-        return "; ".join(_CALLS[task] for task in self.capacity.tasks)
+        return "; ".join(self.call_of[task] for task in self.capacity.tasks)
 
     @property
     def scores_pairs(self) -> bool:
@@ -88,12 +90,12 @@ class PoolingFacts:
         task: PoolingTask = can.tasks[0]
         if params.task == "score":
             if "classify" not in can.tasks or len(can.labels) != 1:
-                raise RequestError(f"task: this model scores no prompt of its own; score(query, documents) compares texts; {self.calls}")
+                raise RequestError(f"task: this model scores no prompt of its own; {self.call_of['score']}; {self.calls}")
             task = "classify"
         elif params.task is not None:
             task = params.task
         if task not in can.tasks:
-            raise RequestError(f"task: this model can't do {task}; {self.calls}")
+            raise RequestError(f"this model can't do {task}; {self.calls}")
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions, task)
         return RowPooling(task, params.dimensions, params.use_activation is not False)
@@ -185,7 +187,10 @@ class PoolingIntake:
         params = replace(params, task="classify")
         template = self.facts.template if template is None else checked_template(template)
         if template is None and self.facts.capacity.generates:
-            raise RequestError("template: this generator scores a prompt with both texts, and only Qwen3-Reranker's is known: say yours")
+            raise RequestError(
+                "template: this generator scores a prompt with both texts, and only that of Qwen3-Reranker is known: give one with {query} and, after "
+                "it, {document}, here or as pooling.template in the config"
+            )
         if template is None:
             return ScorePlan(self._tokenizer().encode_pairs(pairs, self._most(params)), params, None)
         return ScorePlan(self._filled(template, pairs, self._most(params)), params, None)

@@ -20,6 +20,14 @@ from dovetail_server.protocol.openai_common import adapter_of
 
 Texts = str | list[str]
 
+HTTP_CALLS = {  # of clients, for each task: as `dovetail.front.pooling.PYTHON_CALLS`
+    "embed": "/v1/embeddings makes embeddings",
+    "token_embed": '/pooling with the task "token_embed" makes one for each token',
+    "classify": "/classify returns the probabilities of its labels",
+    "token_classify": '/pooling with the task "token_classify" returns them for each token',
+    "score": "/v1/score compares texts",
+}
+
 
 class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Parameters of all these endpoints."""
