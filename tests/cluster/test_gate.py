@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dovetail_cluster.gate import POSTED, create_gate
+from dovetail_cluster.gate import NOT_ROUTED, POOLED, POSTED, create_gate
 from dovetail_server.settings import ServerSettings
 from tests.server.serving import PATIENCE_S, serving_app
 
@@ -75,6 +75,19 @@ async def test_a_client_reaches_the_apis_of_replicas_and_nothing_else_of_the_rou
         assert lines[0] == b"post /v1/completions?a=b http/1.1"
         assert {b"authorization: bearer inner", b"content-length: 2", b"connection: close", b"x-a: 1"} <= set(lines)
         assert not any(line.startswith((b"x-api-key", b"te:", b"connection: x")) for line in lines)
+
+
+async def test_of_pooling_requests_the_router_forwards_some_and_others_are_named() -> None:
+    heads: list[bytes] = []
+    async with gate(telling(heads)) as client:
+        for path in POOLED:
+            assert (await client.post(path, json={})).status_code == 200
+        assert [head.split()[1] for head in heads] == [b"/v1/embeddings", b"/v1/classify", b"/v1/classify"]
+        for path in NOT_ROUTED:
+            refused = await client.post(path, json={})
+            assert refused.status_code == 404
+            assert f"doesn't forward {path}: of pooling requests it forwards /v1/embeddings" in refused.json()["error"]["message"]
+        assert len(heads) == len(POOLED)
 
 
 async def test_a_stream_is_passed_on_as_it_comes() -> None:

@@ -135,7 +135,7 @@ def test_a_generator_with_score_tokens_gets_pairs_in_the_form_of_qwen3_reranker(
     assert PoolingFacts.of(yes_or_no, tmp_path, "{query}{document}", 10, 10).template == "{query}{document}"
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     other = PoolingFacts.of(yes_or_no, tmp_path, None, 10, 10)
-    with pytest.raises(RequestError, match="only Qwen3-Reranker's is known: say yours"):
+    with pytest.raises(RequestError, match="only that of Qwen3-Reranker is known: give one"):
         PoolingIntake(other, lambda texts: [], lambda: pytest.fail("no tokenizer is needed")).plan_scores([("a", "b")], PoolingParams())
 
 

@@ -162,6 +162,7 @@ def test_scores_of_an_embedding_model_are_cosines() -> None:
 def test_classes_and_whatever_else_a_model_pools() -> None:
     with client(CLASSIFIER) as one:
         [made] = answer(one, "/classify", input="a rose")["data"]
+        assert answer(one, "/v1/classify", input="a rose")["data"] == [made]
         probs = expected(tokens("a rose"), "classify", CLASSIFIER)
         np.testing.assert_array_equal(np.float32(made["probs"]), probs)
         assert made["label"] == CLASSIFIER.labels[int(probs.argmax())]

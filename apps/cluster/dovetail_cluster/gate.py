@@ -29,7 +29,12 @@ from dovetail_server.sockets import BACKLOG, allow_open_files, is_on_loopback
 from dovetail_server.streams import ClientGone, until_disconnected
 from dovetail_server.wire import DirectProtocol
 
-POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/embeddings")
+POSTED = {  # the router's path; None: the same
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/embeddings")),
+    **dict.fromkeys(("/v1/classify", "/classify"), b"/v1/classify"),
+}
+POOLED = ("/v1/embeddings", "/v1/classify", "/classify")
+NOT_ROUTED = ("/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling")  # the router has none, or changes what they mean
 ASKED = {"/health": b"/health", "/ready": b"/readiness", "/v1/models": None, "/v1/models/{model:path}": None}  # the router's path; None: the same
 READ_BYTES = 2**16
 _OWN = frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"expect"})  # headers that the gate sets
@@ -42,8 +47,9 @@ def create_gate(settings: ServerSettings, port: int, key: str, *, on_loopback: b
     """Return the app. `settings`: those of the replicas, with the clients' keys. The router listens on loopback at `port` and requires `key`.
     `on_loopback`: only this machine can reach the gate."""
     bodies = HeldBytes(settings.max_received_bytes)
-    routes = [Route(path, Forward(settings, bodies, port, key, b"POST"), methods=["POST"]) for path in POSTED]
+    routes = [Route(path, Forward(settings, bodies, port, key, b"POST", name), methods=["POST"]) for path, name in POSTED.items()]
     routes += [Route(path, Forward(settings, bodies, port, key, b"GET", name), methods=["GET"]) for path, name in ASKED.items()]
+    routes += [Route(path, NotRouted()) for path in NOT_ROUTED]
     handlers = {HTTPException: http_exception, HttpError: http_exception}
     return Starlette(routes=routes, middleware=middleware_of(settings, on_loopback), exception_handlers=handlers)
 
@@ -72,6 +78,13 @@ def serve_gate(host: str, port: int, settings: ServerSettings, router_port: int,
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(1)
+
+
+class NotRouted:
+    """A route of replicas that the router can't forward."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise HttpError(404, f"the router doesn't forward {scope['path']}: of pooling requests it forwards {', '.join(POOLED)}", code="not_routed")
 
 
 class Forward:

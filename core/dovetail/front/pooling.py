@@ -188,8 +188,8 @@ class PoolingIntake:
         template = self.facts.template if template is None else checked_template(template)
         if template is None and self.facts.capacity.generates:
             raise RequestError(
-                "template: this generator scores a prompt with both texts, and only that of Qwen3-Reranker is known: give one with {query} and, after "
-                "it, {document}, here or as pooling.template in the config"
+                "template: this generator scores a prompt with both texts, and only that of Qwen3-Reranker is known: give one with {query} and, "
+                "after it, {document}, here or as pooling.template in the config"
             )
         if template is None:
             return ScorePlan(self._tokenizer().encode_pairs(pairs, self._most(params)), params, None)

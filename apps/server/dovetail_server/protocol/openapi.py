@@ -94,6 +94,7 @@ OPERATIONS = (
         for path in ("/v1/rerank", "/rerank", "/v2/rerank")
     ),
     Operation("post", "/classify", "Classify texts", "Scores", ClassifyRequest, errors=_GENERATES),
+    Operation("post", "/v1/classify", "Another name of /classify", "Scores", ClassifyRequest, errors=_GENERATES),
     Operation("post", "/pooling", "Pool the states of texts", "Scores", PoolingRequest, errors=_GENERATES),
     Operation("get", "/v1/models", "List the models", "OpenAI"),
     Operation("get", "/v1/models/{model}", "Describe a model", "OpenAI", errors=(404,)),

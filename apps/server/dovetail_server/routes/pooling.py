@@ -127,6 +127,6 @@ ROUTES = [
     *(Route(path, Endpoint(score), methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, Endpoint(rerank), methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
     Route("/v2/rerank", Endpoint(partial(rerank, version=2)), methods=["POST"]),
-    Route("/classify", Endpoint(classify), methods=["POST"]),
+    *(Route(path, Endpoint(classify), methods=["POST"]) for path in ("/v1/classify", "/classify")),
     Route("/pooling", Endpoint(pooling), methods=["POST"]),
 ]
