@@ -29,6 +29,7 @@ from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead, is_compiling_ahead
 from dovetail.nn.token_masks import mask_tokens
 from dovetail.runtime.decode_rows import append, last_tokens, put_drafts
+from dovetail.runtime.logits import Asks, LogitsProcessors
 from dovetail.runtime.mask_buffer import MaskBuffer
 from dovetail.runtime.recording import LayerSplitter, Recording, record
 from dovetail.runtime.row_state import RowState
@@ -53,9 +54,11 @@ class Kind(Enum):
     DECODE = auto()  # a whole decode step, with or without drafts: model, `Capture.TOKENS`, growth of the rows
     DECODE_SHARING = auto()  # the same; attention reads a prefix that all rows share once
     DECODE_FULL = auto()  # the same with `Capture.FULL`
+    DECODE_PROCESSED = auto()  # the same with logits processors
     MODEL = auto()  # the model of a decode step whose sampling waits for masks
     SAMPLING = auto()  # the rest of a step whose model ran before: masks, `Capture.TOKENS`, growth of the rows
     SAMPLING_FULL = auto()  # the same with `Capture.FULL`
+    SAMPLING_PROCESSED = auto()  # the same with logits processors
     DRAFT_FIRST = auto()  # the draft model's K and V of the last two known tokens of rows, and their first draft, with `Capture.TOKENS`
     DRAFT_NEXT = auto()  # the draft model's next draft of rows
     DRAFT_FIRST_FULL = auto()  # the same two with `Capture.FULL`
@@ -65,6 +68,7 @@ class Kind(Enum):
     ADAPTED_MIXED = auto()  # steps in which any token has an adapter
     ADAPTED_DECODE = auto()
     ADAPTED_DECODE_FULL = auto()
+    ADAPTED_DECODE_PROCESSED = auto()
     ADAPTED_MODEL = auto()
 
 
@@ -75,6 +79,7 @@ ADAPTED_KINDS = {
     Kind.MIXED: Kind.ADAPTED_MIXED,
     Kind.DECODE: Kind.ADAPTED_DECODE,
     Kind.DECODE_FULL: Kind.ADAPTED_DECODE_FULL,
+    Kind.DECODE_PROCESSED: Kind.ADAPTED_DECODE_PROCESSED,
     Kind.MODEL: Kind.ADAPTED_MODEL,
 }
 SAMPLING_KINDS = {Capture.TOKENS: Kind.SAMPLING, Capture.FULL: Kind.SAMPLING_FULL}
@@ -108,6 +113,7 @@ class StepParts:
     head: Any = None  # the `RunningHead`; None: there is none
     generates: bool = True  # some steps sample
     adapters: StepAdapters | None = None  # of the model's layers; None: they have no bank
+    processors: LogitsProcessors | None = None  # None: the engine has none
 
     def run(
         self,
@@ -140,14 +146,28 @@ class StepParts:
         hidden, states = self.model.forward_tapped(token_ids, positions, wanted, self.head.taps)
         return ModelOutputs(hidden, TappedStates(token_indices, positions, states))
 
-    def sample(self, lines: Lines, positions: torch.Tensor, hidden: torch.Tensor, capture: Capture, masked: torch.Tensor | None = None) -> Sampled:
+    def sample(
+        self,
+        lines: Lines,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        capture: Capture,
+        masked: torch.Tensor | None = None,
+        processors: LogitsProcessors | None = None,
+    ) -> Sampled:
         """Sample a token for each of `lines` [n] and extend their rows. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden state of
-        the line's last token. `masked` [n] int64: index of the line's mask, or -1."""
+        the line's last token. `masked` [n] int64: index of the line's mask, or -1. `processors`: those to apply, which need `Capture.FULL`."""
         logits = self.model.logits(hidden)
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
-        sampled = self.sampler.sample_captured(settled(logits), lines, capture)
+        if processors is None:
+            sampled = self.sampler.sample_captured(settled(logits), lines, capture)
+        else:
+            process = processors.process_captured(lines, masked, self.masks.words)
+            sampled = self.sampler.sample_processed_captured(settled(logits), lines, process)
         tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
+        if processors is not None:
+            processors.add_wrong(tokens)
         return Sampled(tokens) if sampled.logprobs is None else Sampled.pack(tokens, sampled.logprobs)
 
 
@@ -239,9 +259,11 @@ class MixedSteps(Builder):
 class DecodeSteps(Builder):
     """Decode steps of `size` lines, from their last tokens to the sampled ones; without a `capture`, only the model's part."""
 
-    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture | None, *, shares: bool = False) -> None:
+    def __init__(
+        self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture | None, *, shares: bool = False, processed: bool = False
+    ) -> None:
         super().__init__(kind, sizes, parts)
-        self._capture, self._shares = capture, shares
+        self._capture, self._shares, self._processors = capture, shares, parts.processors if processed else None
         self.warm_ups = 0 if capture is None else 1
         self.optional = capture is Capture.FULL
 
@@ -261,7 +283,7 @@ class DecodeSteps(Builder):
         hidden = settled(outputs.hidden)
         if self._capture is None:
             return outputs
-        sampled = parts.sample(lines, positions, hidden, self._capture)
+        sampled = parts.sample(lines, positions, hidden, self._capture, processors=self._processors)
         if parts.head is not None:
             parts.head.follow(outputs.tapped)
         return sampled
@@ -270,9 +292,9 @@ class DecodeSteps(Builder):
 class SamplingSteps(Builder):
     """The rest of a step after its model, for `size` sampled lines. Launching its kernels one by one takes longer than a small step."""
 
-    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, model: DecodeSteps) -> None:
+    def __init__(self, kind: Enum, sizes: Sequence[int], parts: StepParts, capture: Capture, model: DecodeSteps, *, processed: bool = False) -> None:
         super().__init__(kind, sizes, parts)
-        self._capture, self._model = capture, model
+        self._capture, self._model, self._processors = capture, model, parts.processors if processed else None
         self.optional = capture is Capture.FULL
 
     @cached_property
@@ -286,7 +308,7 @@ class SamplingSteps(Builder):
 
     def run(self, inputs: SamplingInputs) -> Sampled:
         positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
-        return self.parts.sample(inputs.lines, positions, inputs.hidden, self._capture, inputs.masked)
+        return self.parts.sample(inputs.lines, positions, inputs.hidden, self._capture, inputs.masked, self._processors)
 
 
 class DraftSteps(Builder):
@@ -357,7 +379,7 @@ def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     if not can.cuda_graph or not parts.generates:
         return []
     sizes = row_sizes(most_lines, with_drafts=parts.rows.max_lines > parts.rows.max_rows)
-    few = half_of(sizes)
+    few, processes = half_of(sizes), can.cuda_graph_full and parts.processors is not None and parts.processors.captured
     model = DecodeSteps(Kind.MODEL, few, parts, None)
     builders: list[Builder] = [DecodeSteps(Kind.DECODE, sizes, parts, Capture.TOKENS)]
     if parts.backend.capabilities.shared_prefix:
@@ -365,9 +387,13 @@ def decode_builders(parts: StepParts, most_lines: int) -> list[Builder]:
     builders.append(model)
     if can.cuda_graph_full:
         builders.append(DecodeSteps(Kind.DECODE_FULL, few, parts, Capture.FULL))
+    if processes:
+        builders.append(DecodeSteps(Kind.DECODE_PROCESSED, few, parts, Capture.FULL, processed=True))
     builders.append(SamplingSteps(Kind.SAMPLING, sizes, parts, Capture.TOKENS, model))
     if can.cuda_graph_full:
         builders.append(SamplingSteps(Kind.SAMPLING_FULL, few, parts, Capture.FULL, model))
+    if processes:
+        builders.append(SamplingSteps(Kind.SAMPLING_PROCESSED, few, parts, Capture.FULL, model, processed=True))
     return [*builders, *draft_builders(parts, most_lines)]
 
 
@@ -491,24 +517,31 @@ class Graphs:
         graph = self.find(Kind.MIXED_SHARING if shares else _of_kind(Kind.MIXED, adapted), num_tokens)
         return None if graph is None or (all_states and not graph.inputs.all_states) else graph
 
-    def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool, adapted: bool = False) -> Graph | None:
+    def for_decode(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool, adapted: bool = False, asks: Asks | None = None) -> Graph | None:
         """Return the graph for a decode step of lines of these rows; for a `late` one, only of its model; if it is `adapted`, no prefix is shared.
-        None if no graph supports everything that they need."""
+        `asks`: see `LogitsProcessors.asked_by`. None if no graph supports everything that they need."""
         shares = shared_prefix_blocks > 0 and self._parts.backend.capabilities.shared_prefix
         if late:
             return None if shares else self.find(_of_kind(Kind.MODEL, adapted), len(host_rows))
-        capture = self._parts.sampler.capture_for(host_rows)
-        if capture is None or (shares and capture is not Capture.TOKENS):
+        capture = self._capture_for(host_rows, asks)
+        if capture is None or (shares and (asks is not None or capture is not Capture.TOKENS)):
             return None
-        return self.find(Kind.DECODE_SHARING if shares else _of_kind(DECODE_KINDS[capture], adapted), len(host_rows))
+        kind = DECODE_KINDS[capture] if asks is None else Kind.DECODE_PROCESSED
+        return self.find(Kind.DECODE_SHARING if shares else _of_kind(kind, adapted), len(host_rows))
 
-    def for_sampling(self, host_rows: Int64, *, masked: bool) -> Graph | None:
+    def for_sampling(self, host_rows: Int64, *, masked: bool, asks: Asks | None = None) -> Graph | None:
         """Return the graph that samples for lines of these rows, some of which may be `masked`. None if no graph supports everything that they need:
         e.g. log-probabilities are of raw logits, which a graph with masks doesn't keep."""
-        capture = self._parts.sampler.capture_for(host_rows)
+        capture = self._capture_for(host_rows, asks)
         if capture is None or (masked and (self._parts.rows.logprobs[host_rows] >= 0).any()):
             return None
-        return self.find(SAMPLING_KINDS[capture], len(host_rows))
+        return self.find(SAMPLING_KINDS[capture] if asks is None else Kind.SAMPLING_PROCESSED, len(host_rows))
+
+    def _capture_for(self, host_rows: Int64, asks: Asks | None) -> Capture | None:
+        processors = self._parts.processors
+        if asks is not None and (processors is None or not processors.can_capture(asks)):
+            return None
+        return self._parts.sampler.capture_for(host_rows)
 
 
 def _of_kind(kind: Kind, adapted: bool) -> Kind:

@@ -77,6 +77,6 @@ def draft_costs(runner: Runner, draft: DraftModel | RunningHead, drafts: int) ->
 def _rows_of(runner: Runner, batch: Batch) -> Iterator[None]:
     """Start the rows that `batch` adds, and remove them at the end."""
     runner.rows.update(batch)
-    runner.sampler.update([], [(new.row, new.sampling) for new in batch.added])
+    runner.change_sampling([], [(new.row, new.sampling) for new in batch.added])
     yield
     remove_rows(runner, batch)  # not after an error, which ends the engine's start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -27,8 +29,9 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
         biggest.append(adapted_batch(biggest[0]))
         runner.adapters.held[1] = ""
     for batch in biggest:
-        runner.collect(runner.submit(batch))
-        remove_rows(runner, batch)
+        with _processed(runner, batch) as asking:
+            runner.collect(runner.submit(asking))
+            remove_rows(runner, asking)
     if runner.adapters is not None:
         runner.adapters.held.clear()
     free, total = torch.cuda.mem_get_info(runner.device)
@@ -36,12 +39,22 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
     return outside_torch + torch.cuda.max_memory_allocated(runner.device)
 
 
+@contextmanager
+def _processed(runner: Runner, batch: Batch) -> Iterator[Batch]:
+    """Apply all logits processors in a step of new rows, which ask for those whose arguments have defaults."""
+    if runner.processors is None:
+        yield batch
+        return
+    with runner.processors.asked_by_all() as asked:
+        yield replace(batch, added=tuple(replace(new, sampling=replace(new.sampling, logits_processors=asked)) for new in batch.added))
+
+
 def remove_rows(runner: Runner, batch: Batch) -> None:
-    """Remove the rows of `batch` from the runner's state and its sampler."""
+    """Remove the rows of `batch` from the runner's state and what samples it."""
     removal = empty_batch(removed=batch.rows)
     runner.rows.update(removal)
     left = batch.rows.tolist() if runner.pooler is None else runner.pooler.change(removal)[0]
-    runner.sampler.update(left, [])
+    runner.change_sampling(left, [])
 
 
 def _pooling(runner: Runner) -> RowPooling | None:

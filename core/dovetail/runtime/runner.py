@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ from dovetail.runtime.draft_head import RunningHead
 from dovetail.runtime.draft_model import DraftModel, are_mixed
 from dovetail.runtime.graphs import Graph, Graphs, ModelOutputs, StepParts, TappedStates
 from dovetail.runtime.kv_pool import KVPool
+from dovetail.runtime.logits import WRONG, Asks, LogitsProcessors
 from dovetail.runtime.mask_buffer import MaskBuffer, masks_of_lines
 from dovetail.runtime.pooler import PooledResult, Pooler
 from dovetail.runtime.row_state import RowState
@@ -92,11 +93,12 @@ class PendingStep:
     lines: HostLines  # [n]
     started: float  # when submitted, in seconds on the engine's clock
     changes: tuple[list[int], list[tuple[int, RowSampling]]]  # rows removed from the sampler, and added to it
-    refused: dict[int, str] = field(default_factory=dict)  # the step's new rows that the sampler rejected -> reason
+    refused: dict[int, str] = field(default_factory=dict)  # new rows that the sampler or a logits processor rejected, and others that one failed
     sampled: SampledCopy | None = None  # None if n is 0
     asked_logprobs: int = -1  # largest number of alternatives requested of a replayed sampling; -1: no logprobs
     logprobs: LogprobsCopy | None = None  # if sampling wasn't replayed
     masked: NDArray[np.int64] | None = None  # [n] the lines' rows in the masks, or -1; None: no line is masked
+    asks: Asks | None = None  # which logits processors the lines' rows ask for; None: none
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     pooled: dict[int, PooledResult] = field(default_factory=dict)  # by index in the batch
     tapped: tuple[TappedStates, int | None] | None = None  # for the draft head, once the tokens are sampled: arguments of `RunningHead.follow`
@@ -145,15 +147,17 @@ class Runner:
         vocab_size: int,
         draft: DraftModel | RunningHead | None = None,
         pooler: Pooler | None = None,
+        processors: LogitsProcessors | None = None,
     ) -> None:
         self.model: Any = model  # a CausalLM
         self.draft = draft  # None: drafts come with the batches
         self.pooler = pooler  # None: no row pools
+        self.processors = processors  # None: the engine has none
         self.backend, self.pool, self.sampler, self.rows, self.clock = backend, pool, sampler, rows, clock
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions with logits computed at once
         self._pending: deque[PendingStep] = deque()
-        self._refused: dict[int, str] = {}  # rows of collected steps that the sampler rejected -> reason: their requests have ended
+        self._refused: dict[int, str] = {}  # rows of collected steps in `PendingStep.refused`: their requests have ended
         self._vocab_size = vocab_size
         self.masks = MaskBuffer(rows.max_lines, vocab_size, rows.device)
         self.adapters: AdapterBank | None = None
@@ -165,7 +169,7 @@ class Runner:
         draft = self.draft.model if isinstance(self.draft, DraftModel) else None
         generates = self.pooler is None or self.pooler.plan.capacity.generates
         adapters = None if self.adapters is None else self.adapters.step
-        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, self._head, generates, adapters)
+        return StepParts(self.model, self.backend, self.sampler, self.rows, self.masks, draft, self._head, generates, adapters, self.processors)
 
     @property
     def _head(self) -> RunningHead | None:
@@ -184,7 +188,8 @@ class Runner:
         if graphs is not None or proposes:
             self._tell_sampler(batch, pending)
         if graphs is not None:
-            graph = graphs.for_decode(pending.lines.rows, self._worth_sharing(batch), late=batch.late, adapted=self._is_adapted(batch))
+            shared, adapted = self._worth_sharing(batch), self._is_adapted(batch)
+            graph = graphs.for_decode(pending.lines.rows, shared, late=batch.late, adapted=adapted, asks=pending.asks)
         if batch.drafts is not None and graph is None:
             self.rows.put_drafts(batch.rows, batch.drafts)
         if self.draft is not None and batch.drafts is not None:
@@ -258,18 +263,18 @@ class Runner:
         if pending.unsampled is not None:
             raise DovetailError(f"step {pending.step} was collected, but it is late and wasn't sampled")
         started, ended = self._wait(self._pending.popleft())
-        self._refused |= pending.refused
+        self._refused |= {row: reason for row, reason in pending.refused.items() if self.rows.request_ids[row] == pending.request_ids[row]}
         batch, (sampled, broken, gained) = pending.batch, pending.outcome()
         counts, logprobs = None, pending.outcome_logprobs()
         if batch.drafts is None:
-            sampling = np.flatnonzero(batch.yields_token)
+            sampling, lines = np.flatnonzero(batch.yields_token), np.arange(len(sampled))
             token_ids = np.full(len(batch.rows), -1, np.int64)
             token_ids[sampling] = sampled
         else:
             sampling = np.arange(len(batch.rows)).repeat(batch.num_lines)
             counts = np.zeros(len(batch.rows), np.int32)
             np.add.at(counts, sampling, gained.astype(np.int32))
-            yielded = np.flatnonzero(pending.lines.ahead < counts[sampling])
+            lines = yielded = np.flatnonzero(pending.lines.ahead < counts[sampling])
             sampling, token_ids, broken = sampling[yielded], sampled[yielded], broken[yielded]
             if logprobs is not None:
                 logprobs = HostLogprobs(logprobs.token_ids[yielded], logprobs.logprobs[yielded], logprobs.ranks[yielded])
@@ -277,7 +282,7 @@ class Runner:
             self.rows.advance(batch.rows, np.where(batch.drafts.counts > 0, counts, batch.num_tokens))
             if isinstance(self.draft, DraftModel):
                 self.draft.collected(batch.rows)
-        failed = {int(sampling[index]): "the model's hidden state holds NaN" for index in np.flatnonzero(broken)}
+        failed = {int(sampling[index]): self._why_broken(int(broken[index]), int(lines[index]), pending) for index in np.flatnonzero(broken)}
         pooled = {index: pooled_result.value() for index, pooled_result in pending.pooled.items()}
         for index in [index for index, value in pooled.items() if not np.isfinite(value).all()]:
             failed[index] = "the model's hidden states hold NaN or infinity"
@@ -295,6 +300,11 @@ class Runner:
             counts=counts,
             graphs=pending.graphs,
         )
+
+    def _why_broken(self, flags: int, line: int, pending: PendingStep) -> str:
+        if flags == WRONG and self.processors is not None and pending.asks is not None:
+            return self.processors.reason(pending.asks, line)
+        return "the model's hidden state holds NaN"
 
     def _wait(self, pending: PendingStep) -> tuple[float, float]:
         """Wait until the step is computed. Returns its start and end times."""
@@ -446,38 +456,62 @@ class Runner:
             removed, added = pending.changes
             for row in (*removed, *(row for row, _ in added)):
                 self._refused.pop(row, None)
-            pending.refused = update_rows(self.sampler, removed, added)
+            pending.refused = self.change_sampling(removed, added)
+        if self.processors is not None:
+            pending.asks = self.processors.asked_by(pending.lines.rows)
         for row in self._refused.keys() & set(batch.rows.tolist()) if self._refused else ():
             raise DovetailError(f"request {self.rows.request_ids[row]!r} goes on, but not on every rank alike: here {self._refused[row]}")
+
+    def change_sampling(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> dict[int, str]:
+        """Tell the sampler and the logits processors of rows. Returns those of `added` that one of them rejected, and why."""
+        name = f"sampler {type(self.sampler).__name__}"
+        refused = update_rows(name, self.sampler.update, removed, added, lambda row: (row, RowSampling()))
+        return refused if self.processors is None else self.processors.update(removed, added) | refused
 
     def _sample(self, host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
         """Sample for the step's lines [n], and extend their rows. `host_indices` [n]: indices in `hidden` of their last tokens' states."""
         graphs, host_lines = self.graphs, pending.lines
-        graph = None if graphs is None else graphs.for_sampling(host_lines.rows, masked=pending.masked is not None)
+        graph = None if graphs is None else graphs.for_sampling(host_lines.rows, masked=pending.masked is not None, asks=pending.asks)
         if graphs is not None and graph is not None:
             graph.inputs.fill(hidden, host_indices, host_lines, pending.masked)
             self._fetch(graphs.replay(graph), pending)
             return
         rows, ahead, indices = all_to_device([host_lines.rows, host_lines.ahead, host_indices], self.device)
         last, lines = hidden.index_select(0, indices), Lines(rows, ahead)  # [n, hidden]
-        sampled = self._draw(self.model.logits(last), lines, host_lines.rows, pending.masked)
-        self._fetch(Sampled(append(self.rows, lines, last_tokens(self.rows, lines)[1], sampled.token_ids, last)), pending)
+        sampled = self._draw(self.model.logits(last), lines, pending)
+        tokens = append(self.rows, lines, last_tokens(self.rows, lines)[1], sampled.token_ids, last)
+        if self.processors is not None and pending.asks is not None:
+            self.processors.add_wrong(tokens)
+        self._fetch(Sampled(tokens), pending)
         if sampled.logprobs is not None:
             pending.logprobs = LogprobsCopy()
             pending.logprobs.add(sampled.logprobs)
 
-    def _draw(self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int64], masked: NDArray[np.int64] | None) -> SampledTokens:
-        """Sample a token for each of `lines` [n] from logits [n, vocab], restricted to the masks at the rows `masked` [n]. Samplers don't know about
-        masks: a forbidden token looks like one that the model finds impossible. Log-probabilities are those of the unmasked logits."""
-        if masked is None:
-            return self.sampler.sample(logits, lines, host_rows)
-        wants_logprobs = bool((self.rows.logprobs[host_rows] >= 0).any())
-        raw = logits.clone() if wants_logprobs else logits
-        mask_tokens(logits, to_device(masked, self.device), self.masks.words)
-        sampled = self.sampler.sample(logits, lines, host_rows)
-        if sampled.logprobs is None:
+    def _draw(self, logits: torch.Tensor, lines: Lines, pending: PendingStep) -> SampledTokens:
+        """Sample a token for each of the step's lines [n] from logits [n, vocab], restricted to its masks. Samplers don't know about masks: a
+        forbidden token looks like one that the model finds impossible. Log-probabilities are those of the unmasked logits."""
+        host_rows, masked, raw = pending.lines.rows, None, logits
+        if pending.masked is not None:
+            masked = to_device(pending.masked, self.device)
+            raw = logits.clone() if (self.rows.logprobs[host_rows] >= 0).any() else logits
+            mask_tokens(logits, masked, self.masks.words)
+        if self.processors is None or pending.asks is None:
+            sampled = self.sampler.sample(logits, lines, host_rows)
+        else:
+            sampled = self._draw_processed(self.processors, pending.asks, logits, lines, masked, pending)
+        if masked is None or sampled.logprobs is None:
             return sampled
         return SampledTokens(sampled.token_ids, top_logprobs(raw, sampled.token_ids, sampled.logprobs.token_ids.shape[1] - 1))
+
+    def _draw_processed(
+        self, processors: LogitsProcessors, asks: Asks, logits: torch.Tensor, lines: Lines, masked: torch.Tensor | None, pending: PendingStep
+    ) -> SampledTokens:
+        failures: dict[int, str] = {}
+        process = processors.process(lines, asks, masked, self.masks.words, failures)
+        sampled = self.sampler.sample_processed(logits, lines, pending.lines.rows, process)
+        for index, reason in failures.items():
+            pending.refused |= dict.fromkeys(pending.lines.rows[asks[:, index]].tolist(), reason)
+        return sampled
 
     def _asks_prompt_logprobs(self, batch: Batch) -> NDArray[np.bool_]:
         """Return [b]: True for rows that request prompt log-probabilities and have more than one known token left to compute."""

@@ -1,25 +1,33 @@
-"""`update_rows`: passes added and removed rows to a sampler. Parameters that it rejects end only their own request."""
+"""`update_rows`: passes added and removed rows to a sampler or logits processor. Parameters that it rejects end only their own request."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
-from dovetail.api.sampler import RowSampling, Sampler
 from dovetail.errors import describe
 
 logger = logging.getLogger("dovetail")
 
+Row = TypeVar("Row", bound=tuple[Any, ...])  # the first is the row's index
 
-def update_rows(sampler: Sampler, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> dict[int, str]:
-    """Call `sampler.update`; if it raises, call it for each row alone. Returns the rows that it refused, and why. They have default parameters, so
-    that the step can be computed; their tokens are worth nothing.
 
-    Raises the sampler's error if it rejects even default parameters.
+def update_rows(
+    owner: str,
+    update: Callable[[Sequence[int], Sequence[Row]], None],
+    removed: Sequence[int],
+    added: Sequence[Row],
+    instead: Callable[[int], Row] | None = None,
+) -> dict[int, str]:
+    """Call `update`, a method of `owner`; if it raises, call it for each row alone. Returns the rows that it rejected, and why. They are started with
+    `instead`, so that the step can be computed, or without it removed; their tokens are worth nothing.
+
+    Raises the owner's error if it rejects even that.
     """
     try:
-        sampler.update(removed, added)
+        update(removed, added)
     except Exception:
         if not added:
             raise
@@ -27,21 +35,25 @@ def update_rows(sampler: Sampler, removed: Sequence[int], added: Sequence[tuple[
         return {}
     for row in removed:
         with suppress(Exception):  # the failed call may have removed it
-            sampler.update([row], [])
+            update([row], [])
     refused = {}
-    for row, sampling in added:
+    for one in added:
+        row = one[0]
         try:
-            _begin(sampler, row, sampling)
+            _begin(update, one)
         except Exception as error:
-            refused[row] = f"sampler {type(sampler).__name__} raised in update(): {describe(error)}"
+            refused[row] = f"{owner} raised in update(): {describe(error)}"
             logger.warning("ending a request: %s", refused[row], exc_info=error)
-            _begin(sampler, row, RowSampling())
+            if instead is None:
+                update([row], [])
+            else:
+                _begin(update, instead(row))
     return refused
 
 
-def _begin(sampler: Sampler, row: int, sampling: RowSampling) -> None:
-    """Start a row that the sampler may already have, depending on how far the failed call got."""
+def _begin(update: Callable[[Sequence[int], Sequence[Row]], None], one: Row) -> None:
+    """Start a row that the owner may already have, depending on how far the failed call got."""
     try:
-        sampler.update([row], [(row, sampling)])
+        update([one[0]], [one])
     except Exception:
-        sampler.update([], [(row, sampling)])
+        update([], [one])

@@ -48,7 +48,7 @@ class TrialRun:
                 for row, (token, logprob) in enumerate(zip(result.logprobs.token_ids[:, 0], result.logprobs.logprobs[:, 0], strict=True)):
                     found[row].append((int(token), float(logprob)))
         self._runner.rows.update(empty_batch(removed=index))
-        self._runner.sampler.update(index.tolist(), [])
+        self._runner.change_sampling(index.tolist(), [])
         return found
 
 

@@ -30,6 +30,7 @@ from dovetail.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.line_costs import draft_costs, line_costs
 from dovetail.runtime.loading import ModelPlan, load_model
+from dovetail.runtime.logits import LogitsProcessors
 from dovetail.runtime.memory import readable_bytes
 from dovetail.runtime.pooler import load_pooler
 from dovetail.runtime.profiling import peak_bytes
@@ -237,7 +238,12 @@ class Worker:
         if config.max_drafts and not sampler.capabilities.drafts:
             raise UnsupportedError(f"speculation: sampler {self.context.sampler.name} can't check drafts (SamplerCapabilities.drafts)")
         sampler.prepare(rows.max_rows)
-        return Runner(model, backend, pool, sampler, rows, self.context.clock, plan.vocab_size)
+        processors = None
+        if refs := self.context.logits_processors:
+            if not sampler.capabilities.processors:
+                raise UnsupportedError(f"logits_processors: sampler {self.context.sampler.name} can't apply them (SamplerCapabilities.processors)")
+            processors = LogitsProcessors(refs, plan.vocab_size, rows, config.max_drafts)
+        return Runner(model, backend, pool, sampler, rows, self.context.clock, plan.vocab_size, processors=processors)
 
     def _make_pool(self, num_pages: int) -> None:
         config, runner = self.context.config, self._running()

@@ -22,7 +22,7 @@ from dovetail_executors.options import LocalOptions
 class LocalExecutor(Executor):
     """One device. A failed step ends it: the device's state is undefined then."""
 
-    capabilities = ExecutorCapabilities(masks=True, draft_model=True, draft_head=True)
+    capabilities = ExecutorCapabilities(masks=True, draft_model=True, draft_head=True, logits_processors=True)
     options: LocalOptions
 
     def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:

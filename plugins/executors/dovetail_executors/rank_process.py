@@ -40,7 +40,7 @@ class RankJob:
     path: list[str]  # sys.path
     settings: RankSettings
     config: ExecutorConfig
-    components: dict[str, Any]  # fields of `ExecutorContext`: models, attention, sampler, quantizations
+    components: dict[str, Any]  # fields of `ExecutorContext`: models, attention, sampler, quantizations, logits_processors
     max_in_flight: int | None  # None: as many as suit the device
     address: str  # of the rank's host, for the other ranks
     ring_fd: int = -1  # these are set by `Ranks`

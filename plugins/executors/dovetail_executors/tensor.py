@@ -55,7 +55,7 @@ DRAIN_S = 2.0  # that steps in flight get to finish when the executor is stopped
 class TensorExecutor(Executor):
     """Several ranks. If one dies, fails or takes too long, all are ended, and every call raises `DovetailError` naming it."""
 
-    capabilities = ExecutorCapabilities(masks=True, draft_model=True, draft_head=True)
+    capabilities = ExecutorCapabilities(masks=True, draft_model=True, draft_head=True, logits_processors=True)
     options: TensorOptions
 
     def __init__(self, options: TensorOptions, context: ExecutorContext) -> None:
@@ -233,7 +233,7 @@ class TensorExecutor(Executor):
             path=[],
             settings=settings,
             config=context.config,
-            components={name: getattr(context, name) for name in ("models", "attention", "sampler", "quantizations")},
+            components={name: getattr(context, name) for name in ("models", "attention", "sampler", "quantizations", "logits_processors")},
             max_in_flight=self.options.max_in_flight,
             address=address,
         )

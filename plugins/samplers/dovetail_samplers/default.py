@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, Lines, RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import Capture, Lines, Process, RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
@@ -38,7 +38,7 @@ CPU_CHUNK = 2**17  # logits processed at once on the CPU, to fit its cache
 class DefaultSampler(Sampler):
     """Sampler with all parameters of `RowSampling`, for any mix of rows."""
 
-    capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True, drafts=True)
+    capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True, drafts=True, processors=True)
 
     def prepare(self, max_rows: int) -> None:
         self._device = torch.device(self.context.device)
@@ -72,39 +72,61 @@ class DefaultSampler(Sampler):
             return SampledTokens(self._device_rows.draw(logits, lines, self.context.history))
         if self._changes is None:
             return super().sample_captured(logits, lines, capture)
-        token_ids = self._draw_changed(self._changes, logits, lines)
-        return SampledTokens(token_ids, top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, lines.rows, self._changes.asked_logprobs))
+        return self._sample_fully(self._changes, logits, lines)
 
     @torch.inference_mode()
+    def sample_processed_captured(self, logits: torch.Tensor, lines: Lines, process: Process) -> SampledTokens:
+        if self._changes is None:
+            return super().sample_processed_captured(logits, lines, process)
+        return self._sample_fully(self._changes, logits, lines, process)
+
+    def _sample_fully(self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines, process: Process | None = None) -> SampledTokens:
+        token_ids = self._draw_changed(changes, logits, lines, process)
+        return SampledTokens(token_ids, top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, lines.rows, changes.asked_logprobs))
+
     def sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows) -> SampledTokens:
+        return self._sample(logits, lines, host_rows, None)
+
+    def sample_processed(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process) -> SampledTokens:
+        return self._sample(logits, lines, host_rows, process)
+
+    @torch.inference_mode()
+    def _sample(self, logits: torch.Tensor, lines: Lines, host_rows: Rows, process: Process | None) -> SampledTokens:
         host_rows = np.asarray(host_rows, dtype=np.int64)
         needs = self._table.needs[host_rows]
         union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
         raw = logits
-        if (token_ids := self._drawn_by_kernels(logits, lines, union)) is None:
-            if union & Needs.CHANGED_LOGITS:
-                logits = logits.to(torch.float32, copy=bool(union & Needs.LOGPROBS))
+        if (token_ids := self._drawn_by_kernels(logits, lines, union, process)) is None:
+            if union & Needs.CHANGED_LOGITS or process is not None:
+                logits = logits.to(torch.float32, copy=bool(union & Needs.LOGPROBS)).contiguous()
                 self._change_logits(logits, lines, host_rows, needs)
+            if process is not None:
+                process(logits, 0)
             token_ids = self._draw(logits, lines, host_rows, needs, union)
         if not union & Needs.LOGPROBS:
             return SampledTokens(token_ids)
         k = min(int(self._table.logprobs[host_rows].max()), logits.shape[1])
         return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
 
-    def _drawn_by_kernels(self, logits: torch.Tensor, lines: Lines, union: Needs) -> torch.Tensor | None:
+    def _drawn_by_kernels(self, logits: torch.Tensor, lines: Lines, union: Needs, process: Process | None) -> torch.Tensor | None:
         """Return token ids [n] int64, or None without kernels, or if logits must be changed and those kernels are unavailable."""
         if self._changes is None:
             return None
-        if not union & Needs.CHANGED_LOGITS:
+        if not union & Needs.CHANGED_LOGITS and process is None:
             return self._device_rows.draw(logits, lines, self.context.history)
         with suppress(KernelUnavailable):
-            return self._draw_changed(self._changes, logits, lines)
+            return self._draw_changed(self._changes, logits, lines, process)
         return None
 
-    def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
+    def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines, process: Process | None) -> torch.Tensor:
         """logits [n, vocab], unchanged, and lines [n] -> token ids [n] int64. May raise `KernelUnavailable`."""
-        parts = [(part, Lines(*own)) for part, *own in zip(*(torch.split(each, changes.most) for each in (logits, *lines)), strict=True)]
-        drawn = [self._device_rows.draw(changes.change(part, own), own, self.context.history) for part, own in parts]
+        drawn = []
+        for start in range(0, max(1, len(logits)), changes.most):
+            own = Lines(*(values[start : start + changes.most] for values in lines))
+            changed = changes.change(logits[start : start + changes.most], own)
+            if process is not None:
+                process(changed, start)
+            drawn.append(self._device_rows.draw(changed, own, self.context.history))
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     # ---- changes to logits, before temperature
