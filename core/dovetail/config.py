@@ -47,11 +47,13 @@ COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "kv_cache": "kv_cache",
     "attention": "attention",
     "sampler": "sampler",
+    "logits_processors": "logits_processor",
     "grammar": "grammar",
     "executor": "executor",
     "observers": "observer",
     "speculation.drafter": "drafter",
 }
+LISTS = ("observers", "logits_processors")  # those keys that hold several components
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,9 @@ class EngineConfig(BaseModel):
     sampler: Choice = _built_in("default")
     """The sampler, which draws tokens from the logits."""
 
+    logits_processors: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
+    """The logits processors that requests may ask for, in the order in which they are applied."""
+
     grammar: Choice = ComponentChoice("auto")
     """The grammar backend, which holds answers to a schema, a regular expression or a grammar. It is made when a request first asks for that. auto:
     llguidance, or xgrammar if only that is installed."""
@@ -450,7 +455,7 @@ class EngineConfig(BaseModel):
             **{key: resolved(key)[0] for key in ("scheduler", "kv_cache", "sampler", "executor")},
             "attention": attention[0].in_full() if len(attention) == 1 else "auto",
             "grammar": "auto" if grammar is None else grammar.in_full(),
-            "observers": resolved("observers"),
+            **{key: resolved(key) for key in LISTS},
             "tokenizer": self.tokenizer if tokenizer is None else tokenizer.in_full(),
             "speculation": self.speculation and {**self.speculation.model_dump(mode="json"), "drafter": resolved("speculation.drafter")[0]},
         }
@@ -564,7 +569,7 @@ def _open(value: Any, where: Where) -> Any:
 
 def _with_place(value: Any, where: Where) -> Any:
     """Return choices that know where they were made; malformed ones stay as they are, for the model to refuse."""
-    if where.path == ("observers",):
+    if len(where.path) == 1 and where.path[0] in LISTS:
         if not isinstance(value, list | tuple):
             return value
         return [_with_place(item, where.at(index)) for index, item in enumerate(value)]

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
 from pydantic_core import core_schema
 
-from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.config import COMPONENT_KEYS, LISTS, EngineConfig
 from dovetail.errors import DovetailError
 from dovetail.registry.registry import AUTO, PREFERENCE, Registry
 from dovetail.registry.resolved import ResolvedComponent
@@ -38,7 +38,7 @@ def json_schema(registry: Registry) -> dict[str, Any]:
         properties = definitions["Speculation"]["properties"] if key == "speculation.drafter" else schema["properties"]
         name = key.rpartition(".")[2]
         text = {about: properties[name][about] for about in ("description", "default") if about in properties[name]}
-        properties[name] = {**text, **({"type": "array", "items": choice} if key == "observers" else choice)}
+        properties[name] = {**text, **({"type": "array", "items": choice} if key in LISTS else choice)}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -1,4 +1,4 @@
-"""Immutable values: `FrozenDict`, and `frozen`, which makes a read-only copy of plain values."""
+"""Immutable values: `FrozenDict`; `frozen`, which makes a read-only copy of plain values, and `thawed`, the inverse."""
 
 from __future__ import annotations
 
@@ -51,3 +51,10 @@ def frozen(value: Any, levels: int = MAX_DEPTH) -> Any:
     if plain is None:
         raise ValueError(f"expected a plain value, as JSON has them, got {shown(value)}")
     return plain
+
+
+def thawed(value: Any) -> Any:
+    """Return a copy of a frozen value with dicts and lists, as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: thawed(inner) for key, inner in value.items()}
+    return [thawed(inner) for inner in value] if isinstance(value, tuple) else value

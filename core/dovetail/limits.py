@@ -31,7 +31,7 @@ class Limits(BaseModel):
     """The longest `request_id`, `client`, `cache_salt` and name of an adapter."""
 
     max_extra_size: CountOrZero = 65536
-    """The most items and characters, with all that is nested in them, of `extra_args` and of `extra`."""
+    """The most items and characters, with all that is nested in them, of `extra_args`, of `logits_processors` and of `extra`."""
 
     max_inputs: Count = 2048
     """The most texts of one HTTP request that embeds, classifies or scores."""

@@ -32,10 +32,12 @@ class Parts:
     models: tuple[ResolvedComponent, ...]
     drafter: ResolvedComponent | None = None  # None: no speculation
     tokenizer: ResolvedComponent | None = None  # None: a model's
+    logits_processors: tuple[ResolvedComponent, ...] = ()  # in the order in which they are applied
 
     def __iter__(self) -> Iterator[ResolvedComponent]:
         optional = (part for part in (self.grammar, self.drafter, self.tokenizer) if part is not None)
-        yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, *optional, self.executor, *self.observers, *self.models)
+        yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, *self.logits_processors, *optional)
+        yield from (self.executor, *self.observers, *self.models)
 
 
 def find_parts(config: EngineConfig, registry: Registry) -> Parts:
@@ -56,6 +58,7 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         models=config.model_candidates(registry),
         drafter=None if config.speculation is None else one("drafter", config.speculation.drafter),
         tokenizer=config.chosen_tokenizer(registry),
+        logits_processors=tuple(one("logits_processor", choice) for choice in config.logits_processors),
     )
 
 
@@ -99,7 +102,7 @@ def find_problems(
                 try:
                     part.load()
                 except MissingExtraError as error:
-                    if note is None or part.spec.kind not in ("sampler", "attention", "grammar"):
+                    if note is None or part.spec.kind not in ("sampler", "logits_processor", "attention", "grammar"):
                         raise
                     note(error)
 
@@ -124,9 +127,14 @@ def find_problems(
     for key, kind in COMPONENT_KEYS.items():
         if kind in PREFERENCE or kind == "tokenizer":
             continue
+        listed = set[str]()
         for choice in config.choices(key):
             with _noting(problems):
-                check(registry.resolve(kind, choice.name, choice.options, choice.where))
+                part = registry.resolve(kind, choice.name, choice.options, choice.where)
+                check(part)
+                if kind == "logits_processor" and part.qualified_name in listed:
+                    raise ConfigError(part.where.says(f"{part.qualified_name} is listed twice: requests ask for a logits processor by its name"))
+                listed.add(part.qualified_name)
     return problems
 
 

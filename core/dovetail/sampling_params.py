@@ -153,6 +153,7 @@ class SamplingParams(_Settable):
     detokenize: bool = True  # False: token ids only, no text
     output_kind: OutputKind | Literal["cumulative", "delta", "final"] = OutputKind.CUMULATIVE  # a string becomes an `OutputKind`
     extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that its capabilities don't name are refused
+    logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # names of the engine's logits processors -> their arguments
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: as many as fit the model
     structured: Structured | Mapping[str, Any] | None = None  # a rule that the answer follows; a mapping of its fields becomes a `Structured`
     max_drafts: int | None = None  # most drafts that it checks in a step (speculative decoding), at most the engine's own number; 0: none
@@ -193,6 +194,7 @@ class SamplingParams(_Settable):
         number("frequency_penalty", -2.0, 2.0)
         put("logit_bias", _logit_bias(self.logit_bias))
         put("extra_args", _extra_args(self.extra_args))
+        put("logits_processors", _logits_processors(self.logits_processors))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}")
         if self.truncate_prompt_tokens == 0:
@@ -340,3 +342,17 @@ def _extra_args(extra: Any) -> Mapping[str, Any]:
         return FrozenDict({name: frozen(value) for name, value in extra.items()})
     except ValueError as error:
         raise RequestError(f"extra_args: {error}") from None
+
+
+def _logits_processors(asked: Any) -> Mapping[str, Mapping[str, Any]]:
+    if asked is None:
+        return FrozenDict()
+    if not isinstance(asked, Mapping) or not all(isinstance(name, str) and isinstance(values, Mapping) for name, values in asked.items()):
+        raise RequestError(
+            "logits_processors must map names of the engine's, which are plugins (docs/plugins/logits_processor.md), to their arguments, as in "
+            f'{{"dry": {{"multiplier": 0.8}}}}, got {shown(asked)}'
+        )
+    try:
+        return FrozenDict({name: frozen(values) for name, values in asked.items()})
+    except ValueError as error:
+        raise RequestError(f"logits_processors: {error}") from None

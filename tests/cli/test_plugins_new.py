@@ -113,8 +113,6 @@ def test_it_passes_the_suite_of_its_kind(installed: Path, kind: Kind) -> None:
 
 
 def test_its_config_names_it_and_an_engine_runs_with_it(installed: Path, project: Path, kind: Kind) -> None:
-    if kind == "logits_processor":
-        return  # no engine has any yet
     config = EngineConfig.load(project / "engine.yaml")
     if kind == "model":
         return  # it is chosen by the model's config.json

@@ -48,6 +48,7 @@ scheduler: dovetail:fcfs
 kv_cache: {name: "dovetail:prefix"}
 attention: auto
 sampler: dovetail:default
+logits_processors: []
 grammar: auto
 executor: dovetail:local
 observers: []

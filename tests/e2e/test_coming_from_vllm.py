@@ -91,6 +91,7 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
         ]
         for name in ("pooler_config", "override_pooler_config")
     },
+    "logits_processors": [(None, {}), ([], {"logits_processors": []})],
     "disable_log_stats": [(True, {}), (False, {"observers": ["log"]})],
 }
 

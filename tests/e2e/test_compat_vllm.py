@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
     "torchrun_example": ("from vllm import LLM\nLLM(model='demo', distributed_executor_backend='external_launcher')", "Several machines"),
     "data_parallel": ("from vllm import LLM\nfrom vllm.utils.network_utils import get_open_port", "no ports to open"),
     "context_extension": ("from vllm import LLM\nLLM(model='demo', hf_overrides={'rope_parameters': {'factor': 4.0}})", "config.json"),
-    "logits_processor/custom": ("from vllm.v1.sample.logits_processor import LogitsProcessor", "sampler plugin"),
+    "logits_processor/custom": ("from vllm.v1.sample.logits_processor import LogitsProcessor", "logits processors are plugins"),
     "save_sharded_state": ("from vllm.model_executor.model_loader import ShardedStateLoader", "weight formats are plugins"),
     "vision_language": ("from vllm.assets.image import ImageAsset", "text alone"),
 }

@@ -1,4 +1,5 @@
-"""Values of requests for components (`extra_args`, `extra`, `predicted_tokens`) reach them from everywhere, and wrong ones are refused by name."""
+"""Values of requests for components (`extra`, `extra_args`, `logits_processors`, `predicted_tokens`) reach them from everywhere, and wrong ones are
+refused by name."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ from tests.server.serving import serving_in_threads
 torch.set_num_threads(1)
 
 COMPONENTS = """
+from dovetail.api.logits_processor import LogitsProcessor
 from dovetail.api.sampler import SamplerCapabilities
 from dovetail_samplers.default import DefaultSampler
 from dovetail_schedulers.fcfs import FCFS
 from pydantic import BaseModel, ConfigDict, Field
 
 SEEN = []  # what the policy was shown of each request, in order
-DRAWN = []  # what the sampler was told of each row
+DRAWN = []  # what the sampler was told of each row, and then the logits processor
 
 class Extra(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -48,20 +50,44 @@ class Policy(FCFS):
         super().schedule(step)
 
 class Told(DefaultSampler):
-    capabilities = SamplerCapabilities(logprobs=True, extra_args_model=Args)
+    capabilities = SamplerCapabilities(logprobs=True, extra_args_model=Args, processors=True)
 
     def update(self, removed, added):
         DRAWN.extend(sampling.extra_args.get("strength") for _, sampling in added)
         super().update(removed, added)
+
+class Gains(BaseModel):
+    gain: float = Field(gt=0, le=9, strict=True)
+
+class Gain(LogitsProcessor):
+    Arguments = Gains
+
+    def prepare(self, max_rows):
+        pass
+
+    def update(self, removed, added):
+        DRAWN.extend(one.arguments.gain for one in added)
+
+    def apply(self, logits, lines):
+        pass
 """
 PLUGIN = components(
     'kind="scheduler", api="0.4", name="told", target="told_components:Policy", request_extra="told_components:Extra"',
     'kind="sampler", api="0.4", name="told", target="told_components:Told"',
+    'kind="logits_processor", api="0.1", name="told", target="told_components:Gain"',
 )
-SETTINGS: dict[str, Any] = {"model": "demo", "max_model_len": 256, "max_num_seqs": 8, "scheduler": "told", "sampler": "told"}
-VALUES: dict[str, Any] = {"extra": {"dovetail-told": {"tier": 3}}, "predicted_tokens": 5, "extra_args": {"strength": 0.5}}
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "scheduler": "told",
+    "sampler": "told",
+    "logits_processors": ["told"],
+}
+OF_PARAMS: dict[str, Any] = {"extra_args": {"strength": 0.5}, "logits_processors": {"told": {"gain": 2.0}}}  # fields of `SamplingParams`
+VALUES: dict[str, Any] = {"extra": {"dovetail-told": {"tier": 3}}, "predicted_tokens": 5, **OF_PARAMS}
 XARGS = {**{name: value for name, value in VALUES.items() if name != "extra_args"}, "vllm_xargs": VALUES["extra_args"]}
-REACHED = ([(3, 5)], [0.5])
+REACHED = ([(3, 5)], [0.5, 2.0])
 DEEP: Any = 0
 for _ in range(60):
     DEEP = [DEEP]
@@ -78,11 +104,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"extra": {"dovetail-told": {"notes": DEEP}}}, "extra: more than 50 "),
     ({"predicted_tokens": -1}, "predicted_tokens must be an integer from 0 to 9223372036854775807 or None, got -1"),
     ({"extra_args": {"strength": 0}}, "extra_args.strength: expected greater than 0, got 0"),
+    ({"logits_processors": {"told": {"gain": 10.0}}}, "logits_processors.told.gain: expected less than or equal to 9, got 10.0"),
+    ({"logits_processors": {"told": {}}}, "logits_processors.told.gain: "),
+    ({"logits_processors": {"gold": {"gain": 1.0}}}, "logits_processors: this engine has no 'gold'; it has: dovetail-told:told"),
+    ({"logits_processors": {"told": {"gain": DEEP}}}, "logits_processors: more than 32 containers within each other"),
     ({"extra_args": {"power": 1}}, "extra_args: 'power' means nothing to sampler told; it understands: strength"),
     ({"extra_args": {"strength": DEEP}}, "extra_args: more than 32 containers within each other"),
     ({"extra_args": {"strength": "x" * 70_000}}, "extra_args: all items and characters in it must be at most 65536 (limits.max_extra_size) together"),
 ]
 TYPES: list[dict[str, Any]] = [{"extra": 3}, {"extra": ["dovetail-told"]}, {"predicted_tokens": "5"}, {"predicted_tokens": 1.5}, {"extra_args": "x"}]
+TYPES += [{"logits_processors": "told"}, {"logits_processors": ["told"]}]
 
 Told = Callable[[], tuple[list[Any], list[Any]]]
 
@@ -120,11 +151,11 @@ def url(installed: Told) -> Iterator[str]:
 
 
 def params(values: Mapping[str, Any], **fields: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=1, **fields, **({"extra_args": values["extra_args"]} if "extra_args" in values else {}))
+    return SamplingParams(max_tokens=1, **fields, **{name: value for name, value in values.items() if name in OF_PARAMS})
 
 
 def others(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name != "extra_args"}
+    return {name: value for name, value in values.items() if name not in OF_PARAMS}
 
 
 # The library
@@ -204,11 +235,11 @@ def test_an_error_about_vllm_xargs_names_that_parameter(url: str) -> None:
 def test_lines_of_a_prompts_file_and_options_carry_them(installed: Told, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": "A", **values}) for values in (VALUES, {"extra": {"dovetail-told": {"tier": 1}}})) + '\n"B"\n')
-    settings = [text for key in ("scheduler", "sampler") for text in ("--set", f"{key}=told")]
+    settings = [text for key in ("scheduler=told", "sampler=told", "logits_processors=[told]") for text in ("--set", key)]
     common = ["generate", "demo", *settings, "--max-tokens", "1"]
     done = CliRunner().invoke(app, [*common, "--prompts-file", str(path), "--param", "predicted_tokens=9"])
     assert done.exit_code == 0, done.output
-    assert installed() == ([(3, 5), (1, 9), (None, 9)], [0.5, None, None])
+    assert installed() == ([(3, 5), (1, 9), (None, 9)], [0.5, None, None, 2.0])
     given = [text for name, value in VALUES.items() for text in ("--param", f"{name}={json.dumps(value)}")]
     done = CliRunner().invoke(app, [*common, "A", *given])
     assert done.exit_code == 0, done.output
@@ -229,12 +260,12 @@ def answered(llm: LLM, *rows: Mapping[str, Any]) -> list[Any]:
 
 
 def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"prompt": "A", **others(values), "sampling": {"extra_args": values["extra_args"]} if "extra_args" in values else {}}
+    return {"prompt": "A", **others(values), "sampling": {name: value for name, value in values.items() if name in OF_PARAMS}}
 
 
 def test_rows_of_a_batch_job_carry_them(llm: LLM, installed: Told) -> None:
     assert answered(llm, row_of(VALUES), row_of({})) == [None, None]
-    assert installed() == ([(3, 5), (None, None)], [0.5, None])
+    assert installed() == ([(3, 5), (None, None)], [0.5, None, 2.0])
     body = {"model": "demo", "prompt": "A", **XARGS}
     assert answered(llm, fields_of({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}, limited=True)) == [None]
     assert installed() == REACHED

@@ -48,7 +48,7 @@ def encoded(message: ToEngine) -> bytes:
     try:
         return encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise RequestError(f"extra and extra_args must hold plain values, as JSON has them: {error}") from None
+        raise RequestError(f"extra, extra_args and logits_processors must hold plain values, as JSON has them: {error}") from None
 
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:

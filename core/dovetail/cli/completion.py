@@ -93,11 +93,11 @@ def _keys(incomplete: str) -> Iterator[Offer]:
 
 
 def _values(key: str) -> Iterator[Offer]:
-    from dovetail.config import COMPONENT_KEYS, EngineConfig
+    from dovetail.config import COMPONENT_KEYS, LISTS, EngineConfig
 
     if key in COMPONENT_KEYS:
         names = _names(_registry(), COMPONENT_KEYS[key])
-        yield from ((f"[{name}]" if key == "observers" else name, text) for name, text in names)
+        yield from ((f"[{name}]" if key in LISTS else name, text) for name, text in names)
     elif key in EngineConfig.model_fields:
         kind: Any = EngineConfig.model_fields[key].annotation
         yield from ((value, "") for value in (("true", "false") if kind is bool else filter(lambda value: isinstance(value, str), get_args(kind))))

@@ -38,8 +38,10 @@ def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # no
 
 def _offered_by(key: str, parts: Parts) -> str:
     """Return which plugin offers a component key's value."""
-    if key == "observers":
-        return ", ".join(f"{part.distribution} {part.version}" for part in parts.observers)
+    from dovetail.config import LISTS
+
+    if key in LISTS:
+        return ", ".join(f"{part.distribution} {part.version}" for part in getattr(parts, key))
     if key == "speculation.drafter":
         return "" if parts.drafter is None else f"{parts.drafter.distribution} {parts.drafter.version}"
     part = getattr(parts, key)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,9 +35,9 @@ from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestE
 from dovetail.front.adapters import AdapterStore
 from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
-from dovetail.front.intake import GenerationDefaults, IntakeFacts, resolve_sampling
+from dovetail.front.intake import GenerationDefaults, IntakeFacts, full_names, resolve_sampling
 from dovetail.front.pooling import PoolingFacts
-from dovetail.frozen import frozen
+from dovetail.frozen import FrozenDict, frozen, thawed
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
@@ -53,14 +54,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail")
 
 
-def validated(model: type[BaseModel], values: Any, name: str) -> BaseModel:
-    """Return `values` as the model has them. Raises `RequestError` with the key below `name` and the value, whatever the model's validators raise."""
+def validated(model: type[BaseModel], values: Any, name: str, context: Mapping[str, Any] | None = None) -> BaseModel:
+    """Return `values` as the model has them. Raises `RequestError` with the key below `name` and the value, whatever the model's validators raise.
+    `context`: for these."""
     try:
-        return model.model_validate(values)
+        return model.model_validate(values, context=context)
     except ValidationError as error:
         raise RequestError(str(explain(error, model, values, Where((name,)), "key"))) from None
     except Exception as error:
         raise RequestError(f"{name}: {describe(error)}") from error
+
+
+def validated_arguments(model: type[BaseModel], given: Mapping[str, Any], name: str, context: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a logits processor's arguments as plain values that its model accepts again, without the context. Raises as `validated`, and for a
+    number that isn't finite."""
+    plain = thawed(given)
+    if (place := _not_finite(plain, name)) is not None:
+        raise RequestError(f"{place} must be a finite number")
+    values: Mapping[str, Any] = frozen(validated(model, plain, name, context).model_dump(mode="json"))
+    validated(model, thawed(values), name)
+    return values
+
+
+def _not_finite(value: Any, place: str) -> str | None:
+    """Return where in plain values a number is NaN or infinite; None if nowhere."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else place
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return next((found for key, inner in inside if (found := _not_finite(inner, f"{place}.{key}")) is not None), None)
 
 
 def validated_extra_args(model: type[BaseModel], given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,6 +103,7 @@ class Assembly:
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_args_model: type[BaseModel] | None = None  # validates their values
+    logits_processors: Mapping[str, type[BaseModel] | None] = field(default_factory=dict)  # full name -> `Arguments`; None: not applied
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
     pooling: PoolingFacts | None = None  # None: it can't pool
@@ -169,6 +191,7 @@ class Assembly:
             sampler=self.config.sampler.label,
             has_logprobs=self.has_logprobs,
             extra_args=self.extra_args,
+            logits_processors=tuple(self.logits_processors),
             has_masks=self.has_masks,
             pooling=self.pooling,
             has_adapters=self.adapters is not None,
@@ -186,11 +209,31 @@ class Assembly:
         return checked
 
     def sampling(self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> RowSampling:
-        """Return a request's sampling as `resolve_sampling` does, with `extra_args` validated by the sampler's model. Raises `RequestError`."""
+        """Return a request's sampling as `resolve_sampling` does, with `extra_args` validated by the sampler's model, and the arguments of logits
+        processors by theirs. Raises `RequestError`."""
         sampling = resolve_sampling(params, self.defaults, seed, bad_words)
+        if params.logits_processors:
+            sampling = replace(sampling, logits_processors=self._processors_asked(params.logits_processors))
         if self.extra_args_model is None or not params.extra_args:
             return sampling
         return replace(sampling, extra_args=validated_extra_args(self.extra_args_model, params.extra_args))
+
+    def _processors_asked(self, given: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """Return the arguments of logits processors, by full name, as their own models have them. Raises `RequestError`."""
+        asked, context = {}, {"encode": self._encode}
+        for name, full in full_names(given, tuple(self.logits_processors)).items():
+            model = self.logits_processors[full]
+            asked[full] = given[name] if model is None else validated_arguments(model, given[name], f"logits_processors.{name}", context)
+        return FrozenDict(asked)
+
+    @cached_property
+    def _encode(self) -> Callable[[str], list[int]] | None:
+        """Tokenizes a text, without special tokens. None without a tokenizer."""
+        try:
+            tokenizer = self.tokenizer()
+        except DovetailError:
+            return None
+        return lambda text: [int(token) for token in tokenizer.encode_all([text], special_tokens=False)[0]]
 
 
 def assemble(
@@ -215,6 +258,7 @@ def assemble(
         defaults = replace(defaults, eos_token_ids=tuple(dict.fromkeys((*defaults.eos_token_ids, *own_tokenizer.eos_ids))))
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
     _check_sampler(config, parts)
+    _check_processors(parts)
     model_drafter = _make_model_drafter(config, parts)
     executor = _make_executor(config, parts, registry, model_dir, model_drafter, clock, progress)
     frozen = gc.get_freeze_count()
@@ -235,6 +279,9 @@ def assemble(
             has_logprobs=executor.capabilities.logprobs,
             extra_args=frozenset(sampler.extra_args),
             extra_args_model=sampler.extra_args_model,
+            logits_processors={
+                part.qualified_name: None if executor.capabilities.virtual_clock else part.load().Arguments for part in parts.logits_processors
+            },
             extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
             parts={
                 "scheduler": parts.scheduler.qualified_name,
@@ -309,7 +356,7 @@ def _make_executor(
 ) -> Executor:
     drafting = () if drafter is None else (_draft_dir(drafter, model_dir, registry), drafter.head)
     if not parts.executor.load().capabilities.virtual_clock:  # a simulation computes nothing, and needs no packages for it
-        for part in (*parts.attention, parts.sampler):
+        for part in (*parts.attention, parts.sampler, *parts.logits_processors):
             part.check_requires()
     context = ExecutorContext(
         config=config.executor_config(model_dir, *drafting),
@@ -319,6 +366,7 @@ def _make_executor(
         sampler=parts.sampler.ref(),
         progress=progress,
         quantizations=tuple(known.ref() for known in registry.quantizations()),
+        logits_processors=tuple(part.ref() for part in parts.logits_processors),
     )
     executor: Executor = parts.executor.make(context)
     return executor
@@ -366,6 +414,22 @@ def _check_sampler(config: EngineConfig, parts: Parts) -> None:
             f"sampler {parts.sampler.qualified_name} can't sample after drafts, so there can be no speculation: leave `speculation` out, use the "
             "sampler `default`, or ask its author for the capability `drafts`"
         )
+
+
+def _check_processors(parts: Parts) -> None:
+    """Raise `UnsupportedError` if there are logits processors, and sampler or executor can't apply them. Found before the weights are loaded."""
+    can = parts.executor.load().capabilities
+    if not parts.logits_processors or can.virtual_clock or not can.samples:
+        return
+    if not can.logits_processors:
+        raise UnsupportedError(f"logits_processors: executor {parts.executor.qualified_name} can't apply them: leave them out, or use `local`")
+    if not parts.sampler.load().capabilities.processors:
+        raise UnsupportedError(
+            f"logits_processors: sampler {parts.sampler.qualified_name} can't apply them: leave them out, use the sampler `default`, or ask its "
+            "author for the capability `processors`"
+        )
+    for part in parts.logits_processors:
+        part.load()
 
 
 def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
@@ -144,6 +144,7 @@ class IntakeFacts:
     sampler: str
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
+    logits_processors: tuple[str, ...] = ()  # full names of the engine's
     has_masks: bool = False
     pooling: PoolingFacts | None = None  # None: it can't pool
     has_adapters: bool = False
@@ -320,6 +321,25 @@ class Intake:
         if unknown:
             known = ", ".join(sorted(self.facts.extra_args)) or "none"
             raise RequestError(f"extra_args: {shown(unknown[0])} means nothing to sampler {self.facts.sampler}; it understands: {known}")
+        if params.logits_processors:
+            full_names(params.logits_processors, self.facts.logits_processors)
+
+
+def full_names(asked: Iterable[str], known: Sequence[str]) -> dict[str, str]:
+    """Return the full name of each logits processor that a request asks for by a full or short name, by that name. `known`: full names of the
+    engine's. Raises `RequestError` for a name that isn't one of them, or stands for several, and for two names of one."""
+    found: dict[str, str] = {}
+    for name in asked:
+        meant = [full for full in known if name in (full, full.partition(":")[2])]
+        if not meant:
+            theirs = f"it has: {', '.join(known)}" if known else "it has none: list them at `logits_processors` in engine.yaml"
+            raise RequestError(f"logits_processors: this engine has no {shown(name)}; {theirs}")
+        if len(meant) > 1:
+            raise RequestError(f"logits_processors: {shown(name)} may be {' or '.join(meant)}: give the full name")
+        if meant[0] in found.values():
+            raise RequestError(f"logits_processors: {meant[0]} is named twice, in full and in short")
+        found[name] = meant[0]
+    return found
 
 
 def make_samples(

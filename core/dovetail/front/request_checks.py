@@ -86,6 +86,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     if params.structured is not None:
         check_structured(Structured.of(params.structured), limits)
     _check_size("extra_args", params.extra_args, limits)
+    _check_size("logits_processors", params.logits_processors, limits)
 
 
 def check_structured(structured: Structured, limits: Limits) -> None:

@@ -213,6 +213,19 @@ def _speculation(name: str) -> Argument:
     return Argument(name, "speculation", partial(speculation_of, name), says, _DRAFTERS, taken, refused)
 
 
+def _processors(name: str) -> Argument:
+    """Names of plugins, as here; vLLM's are classes, or their paths."""
+
+    def becomes(value: Any) -> Mapping[str, Any] | None:
+        given = list(value) if isinstance(value, list | tuple) else [value]
+        if any(callable(one) or (isinstance(one, str) and _PATH_OF_CLASS.fullmatch(one)) for one in given):
+            return None
+        return {} if value is None else {name: value}
+
+    refused = (["my.processors:MyProcessor"], ["my.processors.MyProcessor"])
+    return Argument(name, name, becomes, "names of plugins are the same", _PROCESSORS, (None, []), refused)
+
+
 def _pooler(name: str) -> Argument:
     """vLLM's settings of pooling, as a mapping or an object of its class."""
 
@@ -240,6 +253,11 @@ def _pooler(name: str) -> Argument:
 _MACHINES = planned("Several machines")
 _DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
 _POOLERS = "say it of this engine's pooling: pooling={'method': …, 'normalize': …}"
+_PROCESSORS = (
+    "vLLM's classes don't run here: a logits processor is a plugin (docs/plugins/logits_processor.md), which is named here, "
+    "logits_processors=['dry'], and by requests: SamplingParams(logits_processors={'dry': {…}})"
+)
+_PATH_OF_CLASS = re.compile(r"[\w.]+:[A-Z]\w*|\w+(\.\w+)+")  # "package.module:Class" or "package.module.Class"
 _DECIDES = "the checkpoint decides what it can do, and each call says what to compute"
 _EXPERTS = planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
@@ -406,7 +424,7 @@ _ROWS = (
         for name in ("kv_transfer_config", "kv_events_config", "ec_transfer_config")
     ),
     _anyway("reasoning_parser", None, "", why="text is parsed by the server alone", otherwise=_SERVER, refused="qwen3"),
-    _anyway("logits_processors", None, why="the sampler decides", otherwise="write a sampler plugin, and name it: sampler", refused=["my.Processor"]),
+    _processors("logits_processors"),
     _anyway(
         "logprobs_mode", "raw_logprobs", why="they are those of the raw distribution", otherwise="only raw_logprobs is there", refused="raw_logits"
     ),

@@ -16,6 +16,7 @@ from dovetail.api.executor import ComponentRef
 from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorContext, ProcessedRow
 from dovetail.api.sampler import Lines, Process, RowSampling
 from dovetail.errors import PluginError, describe
+from dovetail.frozen import thawed
 from dovetail.nn.token_masks import mask_tokens
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampler_rows import update_rows
@@ -109,7 +110,7 @@ class LogitsProcessors:
         rows, wrong, name = list[ProcessedRow](), dict[int, str](), self.names[index]
         for row, sampling in asking:
             try:
-                rows.append(ProcessedRow(row, self._made[index].Arguments.model_validate(sampling.logits_processors[name]), sampling))
+                rows.append(ProcessedRow(row, self._made[index].Arguments.model_validate(thawed(sampling.logits_processors[name])), sampling))
             except Exception as error:
                 wrong[row] = f"logits processor {name} rejects its own arguments: {describe(error)}"
                 logger.warning("ending a request: %s", wrong[row])

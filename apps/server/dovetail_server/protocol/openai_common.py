@@ -67,6 +67,7 @@ class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     predicted_tokens: int | None = None
     extra: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
+    logits_processors: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None  # vLLM's name of `extra_args`
 
     def renamed(self) -> Mapping[str, str]:
