@@ -246,7 +246,7 @@ def test_what_cannot_be_used_is_refused_at_load(settings: dict[str, Any], kind: 
     of = "tests.e2e.test_logits_processors"
     bare = (
         f'kind="sampler", api="0.4", name="bare", target="{of}:BareSampler"',
-        f'kind="executor", api="0.7", name="bare", target="{of}:BareExecutor", options="dovetail_executors.options:LocalOptions"',
+        f'kind="executor", api="0.8", name="bare", target="{of}:BareExecutor", options="dovetail_executors.options:LocalOptions"',
     )
     site.install("dovetail-bare", modules={"bare_plugin": components(*bare)})
     with pytest.raises(kind, match=says):
