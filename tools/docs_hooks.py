@@ -47,6 +47,7 @@ KIND_TITLES: dict[Kind, str] = {
     "drafter": "Drafters",
     "tokenizer": "Tokenizers",
     "logits_processor": "Logits processors",
+    "parser": "Parsers",
 }
 
 
@@ -227,7 +228,8 @@ def built_ins() -> Registry:
 def _components_of(kind: Kind) -> Iterator[str]:
     key = next((key for key, of in COMPONENT_KEYS.items() if of == kind), None)
     yield f"### {KIND_TITLES[kind]}\n"
-    yield f"Chosen by the key `{key}`.\n" if key else "Chosen by the model's own `config.json`.\n"
+    elsewhere = "the server's options `--tool-parser` and `--reasoning-parser`" if kind == "parser" else "the model's own `config.json`"
+    yield f"Chosen by {f'the key `{key}`' if key else elsewhere}.\n"
     if not built_ins().components(kind):
         yield "None is built in.\n"
     for component in built_ins().components(kind):

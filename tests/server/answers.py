@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
-from dovetail_server.parsers.pieces import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail.registry.registry import Registry
+from dovetail.registry.selection import PluginSelection
+from dovetail_server.parsers.reader import AnswerParser
+from dovetail_server.parsers.registry import ChosenParsers, KnownParsers, parser_for
 
+KNOWN = KnownParsers(Registry.discover(PluginSelection(allow=()), environ={}))  # built in
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 JSON_OBJECTS = st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers(-9, 9) | TEXTS, max_size=3).map(json.dumps)
 
@@ -42,3 +49,14 @@ def read_events(stream: bytes) -> list[dict[str, object]]:
         assert name == f"event: {event['type']}"
         events.append(event)
     return events
+
+
+def parser_named(
+    tool_parser: str | None, reasoning_parser: str | None = None, *, tools: Sequence[Mapping[str, Any]], inside: bool = False
+) -> AnswerParser:
+    """Return a parser of one answer. `inside`: the prompt ends with <think>."""
+    calls = None if tool_parser is None else KNOWN.named("calls", tool_parser)
+    reasoning = None if reasoning_parser is None else KNOWN.named("reasoning", reasoning_parser)
+    parser = parser_for(ChosenParsers(calls, reasoning), "<think>" if inside else "", tools)
+    assert parser is not None
+    return parser

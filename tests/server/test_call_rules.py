@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.api.parser import ToolCallArguments, ToolCallStart
 from dovetail.structured import Structured
-from dovetail_server.parsers.pieces import ToolCallArguments, ToolCallStart
-from dovetail_server.parsers.registry import call_rule, parser_for
+from dovetail_server.parsers.registry import call_rule
+from tests.server.answers import KNOWN, parser_named
 from tests.support import examples
 
 FORMATS = [("hermes", ""), ("llama3_json", ""), ("mistral", ""), ("mistral", "[ARGS]")]
@@ -24,18 +25,12 @@ VALUES = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.tex
 @given(calls=st.lists(st.tuples(NAMES, VALUES), min_size=1, max_size=3), spaced=st.booleans(), data=st.data())
 def test_the_parser_reads_what_the_rule_allows(name: str, template: str, calls: list[tuple[str, Any]], spaced: bool, data: st.DataObject) -> None:
     tools = [(function, {"type": "object"}) for function in dict.fromkeys(function for function, _ in calls)]
-    tag = call_rule(name, template, tools, required=True, single=False)
+    tag = call_rule(KNOWN.named("calls", name), template, tools, required=True, single=False)
     written = calls[:1] if tag["stop_after_first"] else calls
     markup = {function: structure for (function, _), structure in zip(tools, tag["structures"], strict=True)}
     arguments = [json.dumps(value, indent=1 if spaced else None) for _, value in written]
     text = tag["separator"].join(markup[call]["begin"] + value + markup[call]["end"] for (call, _), value in zip(written, arguments, strict=True))
-    parser = parser_for(
-        tool_parser=name,
-        reasoning_parser=None,
-        tools=[{"type": "function", "function": {"name": function}} for function, _ in tools],
-        starts_in_reasoning=False,
-    )
-    assert parser is not None
+    parser = parser_named(name, tools=[{"type": "function", "function": {"name": function}} for function, _ in tools])
     cut = data.draw(st.integers(0, len(text)))
     events = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == [call for call, _ in written]
@@ -46,7 +41,7 @@ def test_the_parser_reads_what_the_rule_allows(name: str, template: str, calls: 
 
 @pytest.mark.parametrize(("name", "template"), FORMATS)
 def test_rules_of_calls_are_structural_tags(name: str, template: str) -> None:
-    tag = call_rule(name, template, [("f", {"type": "object"})], required=True, single=True)
+    tag = call_rule(KNOWN.named("calls", name), template, [("f", {"type": "object"})], required=True, single=True)
     assert Structured(structural_tag=tag).kind == "structural_tag"
     assert (tag["at_least_one"], tag["stop_after_first"]) == (True, True)
 
@@ -54,12 +49,12 @@ def test_rules_of_calls_are_structural_tags(name: str, template: str) -> None:
 @pytest.mark.parametrize("single", [False, True])
 @pytest.mark.parametrize(("name", "template"), [form for form in FORMATS if form[0] != "llama3_json"])
 def test_where_no_call_is_demanded_text_is_free(name: str, template: str, single: bool) -> None:
-    tag = call_rule(name, template, [("f", {"type": "object"})], required=False, single=single)
+    tag = call_rule(KNOWN.named("calls", name), template, [("f", {"type": "object"})], required=False, single=single)
     assert "separator" not in tag
     assert not tag["at_least_one"]
 
 
-@pytest.mark.parametrize(("name", "required"), [("llama3_json", False), ("another", True)])
+@pytest.mark.parametrize(("name", "required"), [("llama3_json", False), ("glm45", True)])
 def test_a_format_that_cannot_be_held_to_a_schema_is_refused(name: str, required: bool) -> None:
     with pytest.raises(ValueError, match=name):
-        call_rule(name, "", [("f", {})], required=required, single=True)
+        call_rule(KNOWN.named("calls", name), "", [("f", {})], required=required, single=True)

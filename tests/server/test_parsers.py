@@ -7,18 +7,18 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations, islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.errors import ConfigError
-from dovetail_server.parsers.json_call import MAX_HELD
-from dovetail_server.parsers.pieces import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from dovetail_server.parsers.registry import check_parsers, detect, parser_for, starts_in_reasoning
-from tests.support import FULL, examples
+from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail.errors import DovetailError
+from dovetail_server.parsers.registry import ChosenParsers, Finds, opens_reasoning, parser_for
+from tests.server.answers import KNOWN, parser_named
+from tests.support import examples
 
 some = examples(quick=40, full=1000)
 FORMATS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")
@@ -42,10 +42,8 @@ class Answer(NamedTuple):
 
 
 def events_of(pieces: list[str], tool_parser: str | None, *, thinks: bool = True, inside: bool = False) -> list[Event]:
-    reasoning_parser = "think" if thinks else None
-    parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, tools=TOOLS, starts_in_reasoning=inside)
-    assert parser is not None
-    return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    parser = parser_named(tool_parser, "think" if thinks else None, tools=TOOLS, inside=inside)
+    return [*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()]
 
 
 def joined(events: list[Event]) -> Answer:
@@ -254,40 +252,6 @@ SHORT = {
         "<think>x</think><tool_call>f</tool_call>",
     ],
 }
-BROKEN = {
-    "hermes": [
-        '<tool_call>{"name":"f",oops</tool_call>x',
-        '<tool_call>{"name":"f","arguments":{"a":"b',
-        '<tool_call>{"name":"f","arguments":nonsense}</tool_call>',
-        '<tool_call><tool_call>{"name":"f","arguments":{}}',
-        '<tool_call>{"name":"f","arguments":{}}}</tool_call>',
-        '<tool_call>{"x":tru,"name":"f"}</tool_call>',
-        '<tool_call>{"name":"f"} <tool_call>{"name":"g"}</tool_call></tool_call>',
-    ],
-    "llama3_json": ['{"name":"f","parameters":5}', '{"name":"f","parameters":{}};{"na', '{"name":"f","parameters":{}} x', "<|python_tag|>print(1)"],
-    "mistral": [
-        '[TOOL_CALLS][{"name":"f","arguments":{}};',
-        "[TOOL_CALLS]f[ARGS]x{}",
-        "[TOOL_CALLS][]",
-        '[TOOL_CALLS]f{"a',
-        "[TOOL_CALLS]f[TOOL_CALLS]g{}",
-    ],
-    "qwen3_coder": [
-        "<tool_call><function=f>oops</function></tool_call>x",
-        "<tool_call><function=f><parameter=s>a\n",
-        "<tool_call><function=f><parameter=j>[1",
-        "<tool_call><function=a b></function></tool_call>",
-        "<tool_call><function=f></tool_call>",
-        "<tool_call><tool_call><function=f></func",
-    ],
-    "glm45": [
-        "<tool_call>f<arg_key>s</arg_key>oops</tool_call>x",
-        "<tool_call>f<arg_key>s</arg_key><arg_value>a</arg_",
-        "<tool_call>f<arg_key>s",
-        "<tool_call>f<arg_value></tool_call>",
-        "<tool_call><tool_call>f</tool_call></tool_call>",
-    ],
-}
 
 
 def cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
@@ -299,29 +263,7 @@ def test_an_answer_parses_as_the_oracle_reads_it(tool_parser: str, text: str) ->
     assert parse(text, tool_parser) == oracle(text, tool_parser)
 
 
-@pytest.mark.parametrize(("tool_parser", "text"), cases(SHORT) + cases(BROKEN))
-def test_the_cuts_between_pieces_change_nothing(tool_parser: str, text: str) -> None:
-    """Every pair of cuts, or in the quick profile every seventh, and characters one by one with every bound left uncut."""
-    whole = parse(text, tool_parser)
-    bounds = range(1, len(text))
-    for pair in islice(combinations(bounds, 2), None, None, 1 if FULL else 7):
-        assert parse(text, tool_parser, cuts=pair) == whole
-    for spared in bounds:
-        assert parse(text, tool_parser, cuts=tuple(bound for bound in bounds if bound != spared)) == whole
-
-
-@pytest.mark.parametrize("tool_parser", FORMATS)
-@pytest.mark.parametrize("text", ['<th</think>{"', "<tool_call>{ ", '{"name":"f",', "[TOOL_CALLS]", " <think>\n</t", "f{}[TOOL_CAL"])
-def test_all_chunkings_of_a_few_characters_parse_alike(tool_parser: str, text: str) -> None:
-    """In the quick profile every third."""
-    whole = parse(text, tool_parser)
-    chunkings = (cuts for number in range(len(text)) for cuts in combinations(range(1, len(text)), number))
-    for cuts in islice(chunkings, None, None, 1 if FULL else 3):
-        assert parse(text, tool_parser, cuts=cuts) == whole
-
-
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
-TAGS = ["<function=f>", "</function>", "<parameter=j>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 NEAR_MISSES = [
     "<tool_cal",
     "</tool_call",
@@ -443,28 +385,8 @@ def test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it(tool_parser: str,
     assert by_characters(text, tool_parser) == expected
 
 
-@pytest.mark.parametrize("tool_parser", FORMATS)
-@some
-@given(data=st.data())
-def test_any_text_at_all_cut_anywhere_parses_alike(tool_parser: str, data: st.DataObject) -> None:
-    pieces = [*MARKS, *TAGS, *NEAR_MISSES, '{"name": "f"', ', "arguments": {"a"', '{"name":"f","parameters":{', "}}", ":", ","]
-    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
-    inside = data.draw(st.booleans())
-    whole = parse(text, tool_parser, inside=inside)
-    assert parse(text, tool_parser, cuts=cuts_of(data, text), inside=inside) == whole
-    assert by_characters(text, tool_parser, inside=inside) == whole
-
-
-@some
-@given(st.lists(st.sampled_from(["<tool_call", ">{", "]", '"x', " y"]), max_size=12).map("".join))
-def test_text_without_a_call_comes_out_unchanged(text: str) -> None:
-    for tool_parser in FORMATS:
-        assert by_characters(text, tool_parser) == Answer("", text, ())
-
-
 def test_a_name_comes_before_its_arguments_are_there() -> None:
-    parser = parser_for(tool_parser="hermes", reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
-    assert parser is not None
+    parser = parser_named("hermes", tools=TOOLS)
     (start,) = parser.feed('<tool_call>\n{"name": "find"')
     assert isinstance(start, ToolCallStart)
     assert start.name == "find"
@@ -474,8 +396,7 @@ def test_a_name_comes_before_its_arguments_are_there() -> None:
 
 
 def test_content_is_held_no_longer_than_it_may_be_a_mark() -> None:
-    parser = parser_for(tool_parser="hermes", reasoning_parser="think", tools=TOOLS, starts_in_reasoning=False)
-    assert parser is not None
+    parser = parser_named("hermes", "think", tools=TOOLS)
     assert parser.feed("Let a") == [Content("Let a")]
     assert parser.feed(" <tool_") == []
     assert parser.feed("box") == [Content(" <tool_box")]
@@ -542,42 +463,6 @@ def test_each_call_has_an_id_of_its_own_that_its_template_takes() -> None:
     assert given_id == "abc123"
 
 
-ENDLESS = {
-    "hermes": [
-        "<tool_call>",
-        '<tool_call>{"k":[',
-        '<tool_call>{"arguments":{"a":"',
-        '<tool_call>{"name":"f"}',
-        " ",
-        "<",
-        '<tool_call>{"name":"' + "f" * 300,
-    ],
-    "llama3_json": ['{"parameters":{"a":[', '{"name":"f","parameters":{"a":1}};', '{"type":"', "<|python_tag|>", " ", ";"],
-    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]f{}", '[TOOL_CALLS][{"arguments":[', "[TOOL_CALLS]f", "[", "f" * 300],
-    "qwen3_coder": ["<tool_call><function=", "<tool_call><function=f><parameter=", "<tool_call><function=f><parameter=j>1", "<tool_call>\n", "\n"],
-    "glm45": ["<tool_call>", "<tool_call>f<arg_key>", "<tool_call>f<arg_key>j</arg_key>", "<tool_call>f<arg_key>j</arg_key><arg_value>1", "f "],
-}
-
-
-@pytest.mark.parametrize(("tool_parser", "pattern"), cases(ENDLESS))
-def test_what_is_held_back_has_a_limit(tool_parser: str, pattern: str) -> None:
-    parser = parser_for(tool_parser=tool_parser, reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
-    assert parser is not None
-    text = pattern + (pattern * (3 * MAX_HELD))[: 3 * MAX_HELD]
-    for begin in range(0, len(text), 97):
-        parser.feed(text[begin : begin + 97])
-    held = sum(len(event.text) for event in parser.finish() if isinstance(event, Content))
-    assert held <= MAX_HELD + 1_000
-
-
-@pytest.mark.parametrize(("tool_parser", "pattern"), cases(ENDLESS))
-def test_the_limit_does_not_depend_on_the_cuts(tool_parser: str, pattern: str) -> None:
-    text = pattern + '"' + "x" * (MAX_HELD + 10) + pattern
-    whole = parse(text, tool_parser)
-    assert parse(text, tool_parser, cuts=tuple(range(7, len(text), 61))) == whole
-    assert parse(text, tool_parser, cuts=(MAX_HELD, MAX_HELD + 1)) == whole
-
-
 # Our own words, with all the marks of Mistral Small 3's template.
 MISTRAL_TEMPLATE = """{{ bos_token }}[SYSTEM_PROMPT]Answer with a JSON array of {"name", "arguments"} for calls.[/SYSTEM_PROMPT]
 {%- for message in messages %}
@@ -612,14 +497,15 @@ def test_a_template_tells_its_parsers_by_its_marks() -> None:
         "": (None, None),
     }
     for template, names in templates.items():
-        found = detect(template)
-        assert (found.tool_parser, found.reasoning_parser) == names, template
+        found = KNOWN.matching("calls", template), KNOWN.matching("reasoning", template)
+        assert tuple(None if one is None else one.name for one in found) == names, template
 
 
 def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
-    assert starts_in_reasoning("<|im_start|>assistant\n<think>\n", "think")
-    assert not starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", "think")
-    assert not starts_in_reasoning("<|im_start|>assistant\n<think>\n", None)
+    marks = ("<think>", "</think>")
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n", marks)
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", marks)
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n", None)
 
 
 @pytest.mark.parametrize(
@@ -644,10 +530,7 @@ def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
 @pytest.mark.parametrize("tool_parser", ["qwen3_coder", "glm45"])
 def test_an_arguments_type_is_the_schemas(tool_parser: str, schema: object, value: str, written: str) -> None:
     parameters = {"properties": {"a": schema}, "$defs": {"Point": {"type": "object"}}}
-    parser = parser_for(
-        tool_parser=tool_parser, reasoning_parser=None, tools=[{"function": {"name": "f", "parameters": parameters}}], starts_in_reasoning=False
-    )
-    assert parser is not None
+    parser = parser_named(tool_parser, tools=[{"function": {"name": "f", "parameters": parameters}}])
     tags = {
         "qwen3_coder": f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>",
         "glm45": f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>",
@@ -656,58 +539,31 @@ def test_an_arguments_type_is_the_schemas(tool_parser: str, schema: object, valu
 
 
 def test_a_string_goes_out_as_it_comes() -> None:
-    parser = parser_for(tool_parser="qwen3_coder", reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
-    assert parser is not None
+    parser = parser_named("qwen3_coder", tools=TOOLS)
     parser.feed("<tool_call>\n<function=f>\n<parameter=s>\n")
     assert parser.feed('say "hi') == [ToolCallArguments(0, 'say \\"hi')]
     assert parser.feed("\n") == []
     assert parser.feed("there") == [ToolCallArguments(0, "\\nthere")]
 
 
-def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="tool_parser is 'hermse', which is unknown; valid names are qwen3_coder, glm45, hermes, mistral"):
-        check_parsers("hermse", None)
-    with pytest.raises(ConfigError, match="reasoning_parser is 'thnk', which is unknown; valid names are think"):
-        check_parsers(None, "thnk")
+@pytest.mark.parametrize(
+    ("finds", "name", "told"),
+    [
+        ("calls", "hermse", r"tool_parser: unknown parser 'hermse', did you mean hermes\?"),
+        ("reasoning", "thnk", r"reasoning_parser: unknown parser 'thnk', did you mean think\?"),
+        ("calls", "fcfs", "there is a component of that name, of kind scheduler"),
+        ("calls", "think", "tool_parser: parser think finds no tool calls; those that do are qwen3_coder, glm45, hermes, mistral, llama3_json"),
+        ("reasoning", "hermes", "reasoning_parser: parser hermes finds no reasoning; those that do are think"),
+        ("calls", "{name: hermes, depth: 3}", "tool_parser.depth: unknown option"),
+        ("calls", "{name: hermes", "tool_parser: can't read"),
+        ("calls", "{depth: 3}", "tool_parser: expected a parser's name"),
+        ("calls", "", "tool_parser: unknown parser ''"),
+    ],
+)
+def test_a_name_that_will_not_do_is_refused_with_those_that_would(finds: Finds, name: str, told: str) -> None:
+    with pytest.raises(DovetailError, match=told):
+        KNOWN.named(finds, name)
 
 
 def test_without_tools_and_reasoning_there_is_nothing_to_parse() -> None:
-    assert parser_for(tool_parser="hermes", reasoning_parser=None, tools=None, starts_in_reasoning=False) is None
-
-
-@pytest.mark.parametrize(
-    ("tool_parser", "needed"), [("hermes", False), ("mistral", True), ("llama3_json", True), ("qwen3_coder", False), ("glm45", False)]
-)
-def test_a_parser_says_if_its_marks_are_special_tokens(tool_parser: str, needed: bool) -> None:
-    for reasoning_parser in (None, "think"):
-        parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, tools=TOOLS, starts_in_reasoning=False)
-        assert parser is not None
-        assert parser.needs_special_tokens is needed
-
-
-CALLS = {  # two each, with the text around them
-    "hermes": 'So:<tool_call>\n{"name": "f", "arguments": {"s": "}"}}\n</tool_call>\n<tool_call>{"arguments": {}, "name": "f"}</tool_call> then',
-    "llama3_json": '{"name": "f", "parameters": {"s": "}"}}; {"name": "f", "parameters": {"j": [1, {}]}}',
-    "mistral": 'So[TOOL_CALLS][{"name": "f", "arguments": {"s": "}"}}, {"name": "f", "arguments": {}}] [TOOL_CALLS]f[ARGS]{"j": {}} [TOOL_CALLS]f{}',
-    "qwen3_coder": "<tool_call><function=f><parameter=s>\n}\n</parameter></function></tool_call><tool_call><function=f></function> then",
-    "glm45": "<tool_call>f<arg_key>j</arg_key><arg_value>[1]</arg_value></tool_call>\n<tool_call>f</tool_call> then",
-}
-
-
-@pytest.mark.parametrize("reasoning_parser", [None, "think"])
-@pytest.mark.parametrize("tool_parser", CALLS)
-def test_an_answer_ends_within_a_call_just_if_its_arguments_are_no_json(tool_parser: str, reasoning_parser: str | None) -> None:
-    text = CALLS[tool_parser]
-    for end in range(len(text) + 1):
-        parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, tools=TOOLS, starts_in_reasoning=False)
-        assert parser is not None
-        calls = joined([*parser.feed(text[:end]), *parser.finish()]).calls
-        assert parser.in_call == (bool(calls) and not _is_json(calls[-1].arguments)), text[:end]
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+    assert parser_for(ChosenParsers(KNOWN.named("calls", "hermes"), None), "", None) is None

@@ -15,16 +15,16 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from dovetail.api.parser import Content, Event
 from dovetail.errors import DovetailError
 from dovetail.request import CompletionOutput
 from dovetail_server.errors import HttpError
-from dovetail_server.parsers.pieces import AnswerReader, Content, Event
-from dovetail_server.parsers.registry import parser_for
+from dovetail_server.parsers.reader import AnswerReader
 from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.protocol.response_events import ResponseWriter
-from tests.server.answers import answers, read_events
+from tests.server.answers import answers, parser_named, read_events
 from tests.server.scripted import Script, ScriptedEngine
 from tests.server.serving import PATIENCE_S, serving_in_thread
 from tests.support import examples
@@ -276,7 +276,7 @@ def test_all_tokens_of_a_character_have_logprobs_and_so_has_what_comes_before_it
 
 def test_only_a_texts_tokens_have_logprobs() -> None:
     parts = AnswerParts()
-    reader = AnswerReader(parser_for(tool_parser="hermes", reasoning_parser="think", tools=[TOOL], starts_in_reasoning=False))
+    reader = AnswerReader(parser_named("hermes", "think", tools=[TOOL]))
     for token in ("<think>", "a", "</think>", "b", " <", "c", '<tool_call>{"name": ', '"f"}', "</tool_call>", "d", ""):
         sample = CompletionOutput(0, token, (1,), finish_reason=None if token else "stop")
         parts.add(reader.read(sample), [{"token": token}])

@@ -16,6 +16,7 @@ from dovetail.checks import shown
 from dovetail.cli.settings import RequiredSource, Settings
 from dovetail.errors import ConfigError, MissingExtraError
 from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
+from dovetail_server.parsers.registry import check_names
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import check_installed
 
@@ -47,6 +48,7 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
         BatchStore(Path(server.batch_directory), server.max_stored_bytes)  # report an unusable folder early
     if server.otlp_traces_endpoint is not None:
         check_installed()  # report it early
+    check_names(server)
     if server.routes:
         from dovetail.registry.registry import Registry
 

@@ -30,6 +30,8 @@ class EngineInfo:
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use
     details: Mapping[str, Any] = field(default_factory=dict)  # the executor's choices: device, dtype, attention …
     cache_groups: tuple[str, ...] = ()  # names: "full", "window 1024"
+    allowed_plugins: tuple[str, ...] | None = None  # as in the config's `plugins`
+    denied_plugins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

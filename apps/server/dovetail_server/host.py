@@ -387,7 +387,8 @@ class EngineHost:
         details = {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()}
         layout, parts = capacity.layout, dict(assembly.parts)
         groups = tuple(group.name for group in layout.groups)
-        info = EngineInfo(config.model.path, assembly.intake_facts, layout.block_size, capacity.num_pages, parts, details, groups)
+        admitted = config.plugins.allow, config.plugins.deny
+        info = EngineInfo(config.model.path, assembly.intake_facts, layout.block_size, capacity.num_pages, parts, details, groups, *admitted)
         own = None if assembly.own_tokenizer is None else assembly.own_tokenizer.ref
         return Welcome(info, str(assembly.tokenizer_dir), own, config.seed, not isinstance(self._core.clock, VirtualClock))
 

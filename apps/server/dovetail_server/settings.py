@@ -117,10 +117,11 @@ class ServerSettings(BaseModel):
     front_ends: Count = 1
     """Number of HTTP processes."""
 
-    tool_parser: Literal["auto"] | str | None = "auto"
-    """Name of the parser of tool calls; `auto`: detected from the model's chat template; `null`: none."""
+    tool_parser: str | None = "auto"
+    """Name of the parser of tool calls, of a plugin perhaps, or `{name: dovetail-acme:acme, option: 1}`; `auto`: detected from the model's chat
+    template; `null`: none."""
 
-    reasoning_parser: Literal["auto"] | str | None = "auto"
+    reasoning_parser: str | None = "auto"
     """Name of the parser that separates reasoning from content; `auto` and `null` as for `tool_parser`."""
 
     chat_template: str | None = None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dovetail.api.logits_processor import LogitsProcessor
     from dovetail.api.model import ModelArch
     from dovetail.api.observer import Observer
+    from dovetail.api.parser import Parser
     from dovetail.api.sampler import Sampler
     from dovetail.api.scheduler import Scheduler
     from dovetail.api.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ _HOMES = {
     "LogitsProcessor": "logits_processor",
     "ModelArch": "model",
     "Observer": "observer",
+    "Parser": "parser",
     "QuantizationSpec": "component",
     "RoutesSpec": "component",
     "Sampler": "sampler",
@@ -54,6 +56,7 @@ __all__ = [
     "LogitsProcessor",
     "ModelArch",
     "Observer",
+    "Parser",
     "QuantizationSpec",
     "RoutesSpec",
     "Sampler",

@@ -19,7 +19,7 @@ from dovetail.errors import PluginError
 ENTRY_POINT_GROUP = "dovetail.plugins"
 
 Kind = Literal[
-    "scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter", "tokenizer", "logits_processor"
+    "scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer", "drafter", "tokenizer", "logits_processor", "parser"
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -35,6 +35,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "drafter": "0.2",
     "tokenizer": "0.1",
     "logits_processor": "0.1",
+    "parser": "0.1",
 }
 
 hookimpl = pluggy.HookimplMarker("dovetail")

@@ -50,6 +50,7 @@ TEMPLATES: Mapping[Kind, Template] = {
     "drafter": Template("A drafter", "drafter", needs_torch=False),
     "tokenizer": Template("A tokenizer", "tokenizer", needs_torch=False),
     "logits_processor": Template("A logits processor", "processor", needs_torch=True),
+    "parser": Template("A parser", "parser", needs_torch=False),
 }
 
 

@@ -34,6 +34,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "drafter": "Drafter",
     "tokenizer": "Tokenizer",
     "logits_processor": "LogitsProcessor",
+    "parser": "Parser",
 }
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dovetail.testing.suites.logits_processor import LogitsProcessorSuite
     from dovetail.testing.suites.model import ModelSuite
     from dovetail.testing.suites.observer import ObserverSuite
+    from dovetail.testing.suites.parser import ParserSuite
     from dovetail.testing.suites.sampler import SamplerSuite
     from dovetail.testing.suites.scheduler import SchedulerSuite
     from dovetail.testing.suites.tokenizer import TokenizerSuite
@@ -39,6 +40,7 @@ _HOMES = {
     "LogitsProcessorSuite": "suites.logits_processor",
     "ModelSuite": "suites.model",
     "ObserverSuite": "suites.observer",
+    "ParserSuite": "suites.parser",
     "Plan": "planning",
     "SamplerSuite": "suites.sampler",
     "SchedulerSuite": "suites.scheduler",
@@ -62,6 +64,7 @@ __all__ = [
     "LogitsProcessorSuite",
     "ModelSuite",
     "ObserverSuite",
+    "ParserSuite",
     "Plan",
     "SamplerSuite",
     "SchedulerSuite",

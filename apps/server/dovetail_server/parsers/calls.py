@@ -5,8 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import ClassVar
 
+from pydantic import BaseModel
+
+from dovetail.api.parser import Content, Event, ParserContext
 from dovetail_server.parsers.json_call import JsonCall
-from dovetail_server.parsers.pieces import MAX_SPACE, Event, Marks, OutputParser, after_space, without_space
+from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
 
 
 class CallParser(OutputParser):
@@ -14,14 +17,12 @@ class CallParser(OutputParser):
 
     Whitespace directly before a mark and after a call belongs to the markup. Text that resembles a call but isn't one is content, including its mark
     and whitespace, and the search for marks resumes where the resemblance ended.
-
-    At most little more than MAX_HELD characters are held back.
     """
 
     marks: ClassVar[Marks]  # marks that end content
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
         self.marks_now = self.marks
         self.index = 0  # of the next call
         self.lead = ""  # the next call's mark and whitespace; content if there is no call after all
@@ -30,6 +31,9 @@ class CallParser(OutputParser):
     @property
     def in_call(self) -> bool:
         return self._call is not None and self._call.open
+
+    def feed(self, text: str) -> list[Event]:
+        return super().feed(text) if self.context.tools else [Content(text)] if text else []
 
     def finish(self) -> list[Event]:
         """Return the remaining events. A call that is cut off before its name was emitted is content."""
@@ -122,10 +126,10 @@ _CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class ClosedCalls(CallParser):
-    """Parser of JSON calls between `<tool_call>` and `</tool_call>`, as written by Hermes and Qwen models; base of others between these marks.
+    """Parser of calls between `<tool_call>` and `</tool_call>`.
 
-    Models forget the end mark, so a call ends with its last brace: an end mark after it is dropped, and text before that mark is content. The marks
-    are ordinary added tokens or plain text.
+    Models forget the end mark, so a call ends before it: an end mark after a call is dropped, and text before that mark is content. The marks are
+    ordinary added tokens or plain text.
     """
 
     marks = Marks(_CALL_BEGIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from dovetail.api.parser import ParserCapabilities, ParserExample
 from dovetail_server.parsers.json_call import MAX_NAME
 from dovetail_server.parsers.pieces import MAX_SPACE, Marks
 from dovetail_server.parsers.tagged import TaggedCalls, tag_at
@@ -14,6 +15,19 @@ _HEAD = re.compile(rf'([^\s<>{{}}"]{{1,{MAX_NAME}}})[ \t\r\n]{{0,{MAX_SPACE}}}')
 class Glm45Calls(TaggedCalls):
     """All marks are added tokens that aren't special. A name begins a call only if one of its tags follows."""
 
+    capabilities = ParserCapabilities(calls=True, templates=(("<tool_call>", "<arg_key>"),))
+    examples = (
+        ParserExample("Hi <arg_key>.", "Hi <arg_key>."),
+        ParserExample("<tool_call>f\n</tool_call>", calls=(("f", "{}"),)),
+        ParserExample(
+            "A\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>\n</a</arg_value>\n</tool_call><tool_call>g</tool_call>",
+            "A",
+            calls=(("f", '{"s": "\\n</a"}'), ("g", "{}")),
+        ),
+        ParserExample("<tool_call>f<arg_key>j</arg_key><arg_value> [] </arg_value></tool_call>B", "B", calls=(("f", '{"j": []}'),)),
+        ParserExample("<tool_call>no call <tool_call>g</tool_call>", "<tool_call>no call", calls=(("g", "{}"),)),
+        ParserExample("<tool_call>f<arg_value></tool_call>", "<tool_call>f<arg_value></tool_call>"),
+    )
     key_begin = "<arg_key>"
     key_end = "</arg_key>"
     value_begin = "<arg_value>"

@@ -7,10 +7,10 @@ import json
 import re
 from enum import Enum, auto
 
+from dovetail.api.parser import MAX_HELD, Event, ToolCallArguments, ToolCallStart
 from dovetail.checks import unicode_error
-from dovetail_server.parsers.pieces import Event, ToolCallArguments, ToolCallStart, after_space
+from dovetail_server.parsers.pieces import after_space
 
-MAX_HELD = 65_536  # characters held while it is uncertain whether they are a call (arguments before the name, say)
 MAX_NAME = 256  # characters of a key or a name, including quotes and escapes
 
 _ARGUMENT_KEYS = ("arguments", "parameters")

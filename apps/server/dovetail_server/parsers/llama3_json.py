@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import json
+
+from pydantic import BaseModel
+
+from dovetail.api.parser import CallForm, ParserCapabilities, ParserContext, ParserExample
 from dovetail_server.parsers.calls import CallParser
 from dovetail_server.parsers.pieces import Marks, after_space
 
@@ -12,19 +17,28 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3JsonCalls(CallParser):
-    """The mark is a special token. A call without it is recognized only at the beginning of the answer or after another call, so that
-    JSON within an answer remains content."""
+    """The mark is a special token, without which a call after text can't be distinguished from text. A call without it is recognized only at the
+    beginning of the answer or after another call, so that JSON within an answer remains content."""
 
+    capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=((_TAG,), ("<|start_header_id|>", '"parameters"')))
+    examples = (
+        ParserExample("Hi.", "Hi."),
+        ParserExample("{", "{"),
+        ParserExample('{"name":"J","age":3}', '{"name":"J","age":3}'),
+        ParserExample(' <|python_tag|>{"name":"f","parameters":{}}', calls=(("f", "{}"),)),
+        ParserExample('{"name":"f","parameters":{"a": ";"}}; {"name":"g","parameters":{}}', calls=(("f", '{"a": ";"}'), ("g", "{}"))),
+        ParserExample('{"parameters":{},"name":"f"} x', "x", calls=(("f", "{}"),)),
+        ParserExample("<|python_tag|>print(1)", "<|python_tag|>print(1)"),
+    )
     marks = Marks(_TAG)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
         self._state = type(self).expect
 
-    @property
-    def needs_special_tokens(self) -> bool:
-        """True: a call after text can't be distinguished without its mark."""
-        return True
+    @classmethod
+    def call_form(cls, template: str) -> CallForm:
+        return CallForm(_around, '{"name"', marked=False, single=True)
 
     def begins_call(self, char: str) -> bool:
         """Accept a brace; the object's keys decide."""
@@ -47,3 +61,7 @@ class Llama3JsonCalls(CallParser):
         self.lead = ";"
         self._state = type(self).expect
         return pos + 1
+
+
+def _around(name: str) -> tuple[str, str]:
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}"

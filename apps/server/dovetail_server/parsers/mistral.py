@@ -6,13 +6,17 @@ Older models write an array, `[TOOL_CALLS][{"name": …, "arguments": …}, …]
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import string
 
+from pydantic import BaseModel
+
+from dovetail.api.parser import CallForm, ParserCapabilities, ParserContext, ParserExample, ToolCallArguments, ToolCallStart
 from dovetail_server.parsers.calls import CallParser
 from dovetail_server.parsers.json_call import JsonValue
-from dovetail_server.parsers.pieces import Marks, ToolCallArguments, ToolCallStart, after_space
+from dovetail_server.parsers.pieces import Marks, after_space
 
 MAX_HEAD = 512  # characters of name, id and marks
 _HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
@@ -22,21 +26,33 @@ _NOT_IN_HEAD = re.compile(r"[^A-Za-z0-9_.\-\[\] \t\r\n]")
 class MistralCalls(CallParser):
     """All marks are special tokens. Ids are nine letters and digits: the templates reject others when the call is part of a conversation."""
 
+    capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=(("[TOOL_CALLS]",),))
+    examples = (
+        ParserExample("Hi [TOOL_CALL].", "Hi [TOOL_CALL]."),
+        ParserExample('[TOOL_CALLS][{"name":"f","arguments":{}}]', calls=(("f", "{}"),)),
+        ParserExample(
+            '[TOOL_CALLS] [{"name":"f","arguments":{"a":"]"}}, {"arguments":{},"name":"g"}] B', "B", calls=(("f", '{"a":"]"}'), ("g", "{}"))
+        ),
+        ParserExample("A [TOOL_CALLS]f{}[TOOL_CALLS]g[ARGS]{}", "A", calls=(("f", "{}"), ("g", "{}"))),
+        ParserExample('[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a":"}"}B', "B", calls=(("f", '{"a":"}"}'),)),
+        ParserExample("[TOOL_CALLS]Hello, you", "[TOOL_CALLS]Hello, you"),
+        ParserExample("[TOOL_CALLS][]", "[TOOL_CALLS][]"),
+    )
     marks = Marks("[TOOL_CALLS]")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
         self._in_array = False  # of the older format
         self._value: JsonValue | None = None  # current arguments, in the newer format
 
-    @property
-    def needs_special_tokens(self) -> bool:
-        """True: a call can't be distinguished from text without its mark."""
-        return True
+    @classmethod
+    def call_form(cls, template: str) -> CallForm:
+        if "[ARGS]" in template:
+            return CallForm(lambda name: (f"[TOOL_CALLS]{name}[ARGS]", ""), "[TOOL_CALLS]")
+        return CallForm(_around_in_array, "[TOOL_CALLS]", single=True)
 
     @property
     def in_call(self) -> bool:
-        """See `OutputParser`."""
         return super().in_call or self._value is not None
 
     def new_id(self) -> str:
@@ -108,3 +124,7 @@ class MistralCalls(CallParser):
             self.index += 1
             self._state = type(self).skip_space
         return end
+
+
+def _around_in_array(name: str) -> tuple[str, str]:
+    return f'[TOOL_CALLS][{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}]"

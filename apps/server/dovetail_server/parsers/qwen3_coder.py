@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from dovetail.api.parser import ParserCapabilities, ParserExample
 from dovetail_server.parsers.json_call import MAX_NAME
 from dovetail_server.parsers.pieces import Marks
 from dovetail_server.parsers.tagged import TaggedCalls, tag_at
@@ -15,6 +16,23 @@ _NAME = re.compile(r'[^\s<>{}"]+')
 class Qwen3CoderCalls(TaggedCalls):
     """Tags and values are on separate lines. The marks are ordinary added tokens or plain text."""
 
+    capabilities = ParserCapabilities(calls=True, templates=(("<tool_call>", _FUNCTION),))
+    examples = (
+        ParserExample("Hi <function=f>.", "Hi <function=f>."),
+        ParserExample("<tool_call>\n<function=f>\n</function>\n</tool_call>", calls=(("f", "{}"),)),
+        ParserExample(
+            "A\n<tool_call><function=f>\n<parameter=s>\n</p\n</parameter>\n</function></tool_call>\n<tool_call><function=g></function>",
+            "A",
+            calls=(("f", '{"s": "</p"}'), ("g", "{}")),
+        ),
+        ParserExample(
+            "<tool_call><function=f><parameter=j>{}</parameter><parameter=u>1\n\n</parameter></function>B",
+            "B",
+            calls=(("f", '{"j": {}, "u": "1\\n"}'),),
+        ),
+        ParserExample("<tool_call> <function no", "<tool_call> <function no"),
+        ParserExample("<tool_call><function=f>oops</function></tool_call>x", "oops</function>x", calls=(("f", ""),)),
+    )
     key_begin = "<parameter="
     key_end = ">"
     value_end = Marks("</parameter>")

@@ -1,170 +1,208 @@
-"""Parsers by name, and their detection from a model's chat template. `parser_for` creates the parser of one answer; `AnswerParsing` chooses it, for
-all chat APIs. `call_rule` is the grammar that constrains a model to valid tool calls, the counterpart of a parser."""
+"""`AnswerParsing` chooses the parsers of answers, for all chat APIs: those that the settings name, or those that match a chat template. `call_rule`
+is the grammar that constrains a model to valid tool calls, the counterpart of a parser."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
+import yaml
+
+from dovetail.api.parser import CallForm, ParserContext
 from dovetail.checks import shown
-from dovetail.errors import ConfigError, DovetailError
-from dovetail.front.tokenizer import TokenizedText
+from dovetail.errors import ConfigError, DovetailError, RequestError, describe
+from dovetail.registry.registry import AUTO, Registry
+from dovetail.registry.resolved import ResolvedComponent
+from dovetail.registry.selection import PluginSelection
+from dovetail.where import Where
 from dovetail_server.engine import ServedEngine
-from dovetail_server.parsers.calls import ClosedCalls
-from dovetail_server.parsers.glm45 import Glm45Calls
-from dovetail_server.parsers.llama3_json import Llama3JsonCalls
-from dovetail_server.parsers.mistral import MistralCalls
-from dovetail_server.parsers.pieces import OutputParser
-from dovetail_server.parsers.qwen3_coder import Qwen3CoderCalls
-from dovetail_server.parsers.tagged import Tools
-from dovetail_server.parsers.think import THINK, THINK_MARKS, ThinkReasoning
+from dovetail_server.parsers.reader import AnswerParser, GuardedParser, ParserChoice
 from dovetail_server.settings import ServerSettings
 
+logger = logging.getLogger("dovetail.server")
+
 Tool = tuple[str, Mapping[str, Any]]  # a function's name, the JSON Schema of its arguments
+Finds = Literal["calls", "reasoning"]  # what a parser may find, as fields of its capabilities
 
-
-class _Form(NamedTuple):
-    """How a format writes calls."""
-
-    markup: Callable[[str], tuple[str, str]]  # around a call's arguments, by the function's JSON-encoded name
-    trigger: str  # begins a call
-    separator: str = ""  # between calls
-    marked: bool = True  # text can't be mistaken for a call
-    single: bool = False  # one call per answer; several would have another form
-
-
-_HERMES = _Form(lambda name: (f'<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"), "<tool_call>", separator="\n")
-_LLAMA = _Form(lambda name: (f'{{"name": {name}, "parameters": ', "}"), '{"name"', marked=False, single=True)
-_MISTRAL_ARRAY = _Form(lambda name: (f'[TOOL_CALLS][{{"name": {name}, "arguments": ', "}]"), "[TOOL_CALLS]", single=True)
-_MISTRAL = _Form(lambda name: (f"[TOOL_CALLS]{json.loads(name)}[ARGS]", ""), "[TOOL_CALLS]")
-
-
-_REASONING = "think"
+_ORDER = ("qwen3_coder", "glm45", "hermes", "mistral", "llama3_json", "think")  # of built-ins; the first that matches, since they share marks
+_SETTINGS: Mapping[Finds, str] = {"calls": "tool_parser", "reasoning": "reasoning_parser"}
 
 
 @dataclass(frozen=True, slots=True)
-class Detected:
-    """Names of the parsers that match a chat template; None where none does."""
+class ChosenParsers:
+    """The parsers of a request; None where there is none. The same one may do both."""
 
-    tool_parser: str | None
-    reasoning_parser: str | None
+    calls: ParserChoice | None
+    reasoning: ParserChoice | None
 
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """A format of tool calls, and how to detect it."""
-
-    make: Callable[[Tools], OutputParser]  # creates the parser of one answer
-    marks: tuple[tuple[str, ...], ...]  # alternatives: a template of this format contains all texts of one of them
-    form_of: Callable[[str], _Form | None] = lambda template: None  # by the chat template; None: calls can't be constrained
-
-    def fits(self, chat_template: str) -> bool:
-        """Return True if a template is of this format, unless an earlier entry of the table matches."""
-        return any(all(mark in chat_template for mark in marks) for marks in self.marks)
+    @property
+    def marks(self) -> tuple[str, str] | None:
+        """The marks around reasoning."""
+        return None if self.reasoning is None else self.reasoning.capabilities.reasoning
 
 
-_TOOL_FORMATS: dict[str, ToolFormat] = {
-    "qwen3_coder": ToolFormat(Qwen3CoderCalls, (("<tool_call>", "<function="),)),
-    "glm45": ToolFormat(Glm45Calls, (("<tool_call>", "<arg_key>"),)),
-    "hermes": ToolFormat(lambda _: ClosedCalls(), (("<tool_call>",),), lambda _: _HERMES),
-    "mistral": ToolFormat(lambda _: MistralCalls(), (("[TOOL_CALLS]",),), lambda template: _MISTRAL if "[ARGS]" in template else _MISTRAL_ARRAY),
-    "llama3_json": ToolFormat(lambda _: Llama3JsonCalls(), (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"')), lambda _: _LLAMA),
-}
+class KnownParsers:
+    """The parsers of a registry, by name and by chat template."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        known = {component.spec.name: component for component in registry.components("parser") if component.origin.built_in}
+        self._built_ins = [_chosen(known[name]) for name in _ORDER if name in known]
+        self._others: list[ParserChoice] | None = None  # until a template matches no built-in
+
+    def named(self, finds: Finds, choice: str) -> ParserChoice:
+        """Return the parser that a setting names, as "name" or as "{name: …, option: …}" in YAML. Raises `ConfigError` or `PluginError`."""
+        where, options = Where((_SETTINGS[finds],)), {}
+        name: Any = choice
+        if choice.lstrip().startswith("{"):
+            try:
+                options = yaml.safe_load(choice)
+                name = options.pop("name", None)
+            except (yaml.YAMLError, AttributeError) as error:
+                raise ConfigError(where.says(f"can't read {shown(choice)}: {error}")) from None
+        if not isinstance(name, str):
+            raise ConfigError(where.says(f"expected a parser's name, or a mapping with `name` and its options, got {shown(choice)}"))
+        parser = _chosen(self._registry.resolve("parser", name, options, where))
+        if not getattr(parser.capabilities, finds):
+            able = [one.name for one in (*self._built_ins, *self._of_plugins()) if getattr(one.capabilities, finds)]
+            what = "tool calls" if finds == "calls" else "reasoning"
+            raise ConfigError(where.says(f"parser {parser.name} finds no {what}; those that do are {', '.join(able)}"))
+        return parser
+
+    def matching(self, finds: Finds, template: str) -> ParserChoice | None:
+        """Return the parser that matches a chat template: the first built-in, or otherwise that of a plugin. Raises `ConfigError` if those of
+        several plugins do."""
+        if (built_in := next((one for one in self._built_ins if _matches(one, finds, template)), None)) is not None or not template:
+            return built_in
+        others = [one for one in self._of_plugins() if _matches(one, finds, template)]
+        if len(others) > 1:
+            setting, names = _SETTINGS[finds], " and ".join(one.name for one in others)
+            raise ConfigError(f"chat_template: the parsers {names} match it: name one with --{setting.replace('_', '-')}, or null for none")
+        return others[0] if others else None
+
+    def _of_plugins(self) -> Sequence[ParserChoice]:
+        """Return the parsers of installed plugins, imported now. One that can't be used without being named is left out, and logged."""
+        if self._others is None:
+            self._others = []
+            for component in self._registry.components("parser"):
+                if component.origin.built_in or component.api_problem() is not None:
+                    continue
+                try:
+                    self._others.append(_chosen(component))
+                except DovetailError as error:
+                    logger.warning("parser %s isn't considered for `auto`: %s", component.qualified_name, error)
+        return self._others
 
 
-def detect(chat_template: str) -> Detected:
-    """Return the parsers that match the marks in a chat template."""
-    tool = next((name for name, known in _TOOL_FORMATS.items() if known.fits(chat_template)), None)
-    return Detected(tool, _REASONING if any(mark in chat_template for mark in THINK_MARKS) else None)
+def _chosen(component: ResolvedComponent) -> ParserChoice:
+    name = component.spec.name if component.origin.built_in else component.qualified_name
+    return ParserChoice(name, component.load(), component.validate_options())
 
 
-def starts_in_reasoning(prompt: str, reasoning_parser: str | None) -> bool:
-    """Return True if a rendered prompt ends with `<think>`, so that the answer begins with reasoning."""
-    return reasoning_parser is not None and prompt.rstrip().endswith(THINK)
+def _matches(parser: ParserChoice, finds: Finds, template: str) -> bool:
+    can = parser.capabilities
+    return bool(getattr(can, finds)) and any(all(text in template for text in texts) for texts in can.templates)
 
 
-def check_parsers(tool_parser: str | None, reasoning_parser: str | None) -> None:
-    """Raise `ConfigError` for unknown parser names."""
-    for setting, name, known in (("tool_parser", tool_parser, tuple(_TOOL_FORMATS)), ("reasoning_parser", reasoning_parser, (_REASONING,))):
-        if name is not None and name not in known:
-            raise ConfigError(f"{setting} is {shown(name)}, which is unknown; valid names are {', '.join(known)}")
-
-
-def parser_for(*, tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, starts_in_reasoning: bool) -> OutputParser | None:
-    """Return a parser for one answer, or None if all of its text is content.
-
-    `tools`: those that the model may call, in OpenAI's chat format; without tools nothing is parsed as a call. `starts_in_reasoning`: the result of
-    the function of that name.
-    """
-    calls = _TOOL_FORMATS[tool_parser].make(tools) if tool_parser is not None and tools else None
-    return calls if reasoning_parser is None else ThinkReasoning(calls, starts_inside=starts_in_reasoning)
+def check_names(settings: ServerSettings) -> None:
+    """Raise `ConfigError` or `PluginError` if a setting names a parser that isn't installed."""
+    named = {finds: name for finds, setting in _SETTINGS.items() if (name := getattr(settings, setting)) not in (None, AUTO)}
+    if named:
+        known = KnownParsers(Registry.discover(enforce_require=False))
+        for finds, name in named.items():
+            known.named(finds, name)
 
 
 class AnswerParsing:
     """The parsers named by the settings, or detected from the chat template."""
 
-    def __init__(self, engine: ServedEngine, settings: ServerSettings) -> None:
-        """Raise `ConfigError` for an unknown parser."""
-        self._settings = settings
-        named = (None if name == "auto" else name for name in (settings.tool_parser, settings.reasoning_parser))
-        check_parsers(*named)
+    def __init__(self, engine: ServedEngine, settings: ServerSettings, registry: Registry | None = None) -> None:
+        """`registry`: by default that of the plugins that the engine's config admits. Raises `ConfigError` or `PluginError` for a name that isn't
+        known, and `ConfigError` if the parsers of several plugins match."""
+        selection = PluginSelection(allow=engine.info.allowed_plugins, deny=engine.info.denied_plugins)
+        self._known = KnownParsers(registry or Registry.discover(selection))
+        self._named: dict[Finds, ParserChoice | None] = {}  # `auto` has no entry
+        for finds, setting in _SETTINGS.items():
+            if (name := getattr(settings, setting)) != AUTO:
+                self._named[finds] = None if name is None else self._known.named(finds, name)
         templates: Mapping[str, str] = {}
         with suppress(DovetailError):  # a model without a tokenizer is served with token ids
             templates = engine.tokenizer.chat_templates
         self._text = "\n".join(templates.values())
-        self._own = self._chosen(detect(self._text))
+        self._own = self._chosen(self._text)
 
     @property
     def expects_reasoning(self) -> bool:
         """True if the settings name a reasoning parser."""
-        return self._settings.reasoning_parser not in (None, "auto")
+        return self._named.get("reasoning") is not None
 
     def template(self, given: str | None = None) -> str:
         """Return the chat template's text: the request's if it has one, otherwise the model's."""
         return self._text if given is None or "{" not in given else given
 
-    def names(self, template: str | None = None) -> Detected:
-        """Return the names of the parsers for a request, with its own chat template if it has one."""
+    def parsers(self, template: str | None = None) -> ChosenParsers:
+        """Return the parsers of a request, with its own chat template if it has one. Raises `RequestError` if those of several plugins match it."""
         text = self.template(template)
-        return self._own if text is self._text else self._chosen(detect(text))
+        try:
+            return self._own if text is self._text else self._chosen(text)
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
 
-    def parser(self, prompt: TokenizedText, *, tools: Tools | None, template: str | None = None) -> OutputParser | None:
-        """Return a parser for one sample's text; None if all of it is content. `tools`: those that the model may call; `template`: the request's
-        own chat template."""
-        names = self.names(template)
-        return parser_for(
-            tool_parser=names.tool_parser,
-            reasoning_parser=names.reasoning_parser,
-            tools=tools,
-            starts_in_reasoning=starts_in_reasoning(prompt.text, names.reasoning_parser),
-        )
-
-    def _chosen(self, found: Detected) -> Detected:
-        tool, reasoning = self._settings.tool_parser, self._settings.reasoning_parser
-        return Detected(found.tool_parser if tool == "auto" else tool, found.reasoning_parser if reasoning == "auto" else reasoning)
+    def _chosen(self, template: str) -> ChosenParsers:
+        return ChosenParsers(*(self._named[finds] if finds in self._named else self._known.matching(finds, template) for finds in _SETTINGS))
 
 
-def call_rule(tool_parser: str, template: str, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Any]:
+def parser_for(parsers: ChosenParsers, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> AnswerParser | None:
+    """Return a parser for one answer; None if all of its text is content. `prompt`: the rendered one, which may have opened the reasoning. `tools`:
+    those that the model may call; without tools nothing is parsed as a call."""
+    tools = tuple(tools or ())
+    calls = parsers.calls if tools else None
+    if parsers.reasoning is None:
+        return None if calls is None else AnswerParser([GuardedParser(calls, ParserContext(tools))], reasons=False)
+    is_one = calls is not None and calls.component is parsers.reasoning.component
+    context = ParserContext(tools if is_one else (), opens_reasoning(prompt, parsers.marks))
+    stages = [GuardedParser(parsers.reasoning, context)]
+    if calls is not None and not is_one:
+        stages.append(GuardedParser(calls, ParserContext(tools)))
+    return AnswerParser(stages, reasons=True)
+
+
+def opens_reasoning(prompt: str, marks: tuple[str, str] | None) -> bool:
+    """Return True if a rendered prompt ends with the mark that begins reasoning."""
+    return marks is not None and prompt.rstrip().endswith(marks[0].rstrip())
+
+
+def needs_special_tokens(parsers: ChosenParsers, tools: Any) -> bool:
+    """Return True if the answer must be detokenized with special tokens."""
+    used = (parsers.reasoning, parsers.calls if tools else None)
+    return any(parser is not None and parser.capabilities.special_tokens for parser in used)
+
+
+def call_rule(parser: ParserChoice, template: str, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Any]:
     """Return a structural tag for calls in the parser's format. `template`: the chat template, which determines the variant of a format.
     `required`: the answer consists of calls only; `single`: it ends after the first call.
 
     Raises `ValueError` if the format can't be constrained that way.
     """
-    known = _TOOL_FORMATS.get(tool_parser)
-    form = None if known is None else known.form_of(template)
+    try:
+        form = parser.component.call_form(template)
+        structures = [] if form is None else [_structure(form, *tool) for tool in tools]
+    except Exception as error:  # the plugin's
+        parser.report(error, "and its calls can't be constrained")
+        raise ValueError(f"tool parser {parser.name} can't say how calls are written: {describe(error)}") from error
     if form is None:
-        raise ValueError(f"calls in the format of tool parser {tool_parser} can't be constrained to a schema")
+        raise ValueError(f"calls in the format of tool parser {parser.name} can't be constrained to a schema")
     if not form.marked and not required:
         raise ValueError(
-            f"calls in the format of tool parser {tool_parser} have no mark, so they can be constrained to a schema only if a call is demanded"
+            f"calls in the format of tool parser {parser.name} have no mark, so they can be constrained to a schema only if a call is demanded"
         )
-    structures = [
-        {"begin": begin, "schema": schema, "end": end}
-        for name, schema in tools
-        for begin, end in (form.markup(json.dumps(name, ensure_ascii=False)),)
-    ]
     tag = {"structures": structures, "triggers": [form.trigger], "at_least_one": required, "stop_after_first": single or form.single}
     return {**tag, "separator": form.separator} if required else tag
+
+
+def _structure(form: CallForm, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    begin, end = form.around(name)
+    return {"begin": begin, "schema": schema, "end": end}

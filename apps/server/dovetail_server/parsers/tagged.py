@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
-from dovetail_server.parsers.calls import CALL_END, ClosedCalls
-from dovetail_server.parsers.json_call import MAX_HELD, MAX_NAME
-from dovetail_server.parsers.pieces import Event, Marks, ToolCallArguments, ToolCallStart, after_space
+from pydantic import BaseModel
 
-Tools = Sequence[Mapping[str, Any]]
+from dovetail.api.parser import MAX_HELD, Event, ParserContext, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.calls import CALL_END, ClosedCalls
+from dovetail_server.parsers.json_call import MAX_NAME
+from dovetail_server.parsers.pieces import Marks, after_space
 
 QUOTE = '"'
 _AS_IN_PYTHON = {"True": "true", "False": "false", "None": "null"}  # some models write Python's constants
@@ -21,7 +22,7 @@ _DEEPEST = 8  # nested alternatives and references
 class Parameters:
     """Schemas of all functions' parameters. They come from the client: anything that isn't a schema is ignored."""
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {}  # by function
         for tool in tools:
             function = _mapping(_mapping(tool).get("function"))
@@ -74,9 +75,9 @@ class TaggedCalls(ClosedCalls):
     call_ends: ClassVar[tuple[str, ...]]
     lines: ClassVar[bool] = False  # True: a value's first and last line break are markup
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__()
-        self._parameters = Parameters(tools)
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self._parameters = Parameters(context.tools)
         self._function: str | None = None  # of the current call
         self._first = True  # before the first argument
         self._key = ""

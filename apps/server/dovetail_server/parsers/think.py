@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
-from dovetail_server.parsers.pieces import MAX_SPACE, Event, Marks, OutputParser, Reasoning, after_space, without_space
+from pydantic import BaseModel
 
-THINK = "<think>"
-THINK_MARKS = (THINK, "</think>")
+from dovetail.api.parser import Event, ParserCapabilities, ParserContext, ParserExample, Reasoning
+from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
 
-_END = Marks("</think>")
+_BEGIN, _END = "<think>", "</think>"
+_END_MARK = Marks(_END)
 
 
 class ThinkReasoning(OutputParser):
-    """Parser of reasoning that passes the rest of the answer to a parser of tool calls, if there is one.
+    """Whitespace directly inside and after the marks belongs to them. An answer that doesn't begin with the mark has no reasoning, and later marks
+    are content. An answer that ends before `</think>` is all reasoning. Both marks are ordinary added tokens.
 
-    Whitespace directly inside and after the marks belongs to them. An answer that doesn't begin with the mark has no reasoning, and later marks are
-    content. An answer that ends before `</think>` is all reasoning. Both marks are ordinary added tokens.
+    If the prompt ended with `<think>` and the model repeats it, the repetition is dropped.
     """
 
-    def __init__(self, calls: OutputParser | None = None, *, starts_inside: bool = False) -> None:
-        """`starts_inside`: the prompt ended with `<think>`. If the model repeats it, the repetition is dropped."""
-        super().__init__()
-        self._calls = calls
-        self._inside = starts_inside
+    capabilities = ParserCapabilities(reasoning=(_BEGIN, _END), templates=((_BEGIN,), (_END,)))
+    examples = (
+        ParserExample("Hi.", "Hi."),
+        ParserExample("<think>\na\n</think>\n\nb", "b", "a"),
+        ParserExample("<think></th </think> <think>c</think>", "<think>c</think>", "</th"),
+        ParserExample(" a <think>b</think>", " a <think>b</think>"),
+        ParserExample("<think>\n\n</think>\n\n"),
+        ParserExample("<think>a<tool_call>", reasoning="a<tool_call>"),
+    )
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self._inside = context.starts_in_reasoning
 
     @property
-    def needs_special_tokens(self) -> bool:
-        return self._calls is not None and self._calls.needs_special_tokens
-
-    @property
-    def reasoning(self) -> bool | None:
+    def in_reasoning(self) -> bool:
         return self._inside
-
-    @property
-    def in_call(self) -> bool:
-        return self._calls is not None and self._calls.in_call
 
     def finish(self) -> list[Event]:
         held, self._held = self._held, ""
         if self._inside:
             self._reason(held)
         else:
-            self.rest(held, 0)
-        if self._calls is not None:
-            self._events += self._calls.finish()
+            self.content(held)
         return self._events
 
     def search(self, text: str, pos: int) -> int:
         """State: the beginning of the answer."""
         begin = after_space(text, pos)
-        head = text[begin : begin + len(THINK)]
-        if head == THINK:
+        head = text[begin : begin + len(_BEGIN)]
+        if head == _BEGIN:
             self._inside = True
             self._state = type(self).skip_space_inside
-            return begin + len(THINK)
-        if begin - pos <= MAX_SPACE and THINK.startswith(head) and begin + len(head) == len(text):
+            return begin + len(_BEGIN)
+        if begin - pos <= MAX_SPACE and _BEGIN.startswith(head) and begin + len(head) == len(text):
             return self.hold(text, pos)
         self._state = type(self).skip_space_inside if self._inside else type(self).rest
         return pos
@@ -67,8 +66,8 @@ class ThinkReasoning(OutputParser):
 
     def reason(self, text: str, pos: int) -> int:
         """State: reasoning, up to its end mark."""
-        match = _END.find(text, pos)
-        end = without_space(text, pos, match.start() if match else _END.certain(text, pos))
+        match = _END_MARK.find(text, pos)
+        end = without_space(text, pos, match.start() if match else _END_MARK.certain(text, pos))
         self._reason(text[pos:end])
         if match is None:
             return self.hold(text, end)
@@ -85,10 +84,7 @@ class ThinkReasoning(OutputParser):
 
     def rest(self, text: str, pos: int) -> int:
         """State: everything after the reasoning."""
-        if self._calls is None:
-            self.content(text[pos:])
-        else:
-            self._events += self._calls.feed(text[pos:])
+        self.content(text[pos:])
         return len(text)
 
     def _reason(self, text: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from dovetail_server.parsers.pieces import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 
 class PartKind(Enum):

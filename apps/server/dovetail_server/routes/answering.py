@@ -18,9 +18,8 @@ from dovetail.sampling_params import SamplingParams, changed_unchecked
 from dovetail.structured import Structured
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, OutputListener
-from dovetail_server.parsers.pieces import AnswerReader, OutputParser
-from dovetail_server.parsers.registry import call_rule
-from dovetail_server.parsers.think import THINK, THINK_MARKS
+from dovetail_server.parsers.reader import AnswerParser, AnswerReader
+from dovetail_server.parsers.registry import call_rule, needs_special_tokens, opens_reasoning, parser_for
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.decoding import unsupported
@@ -43,10 +42,10 @@ class PreparedChat(Generic[B]):
     model: str  # the name to return
     prompt: TokenizedText
     params: SamplingParams
-    parsers: list[OutputParser | None]  # one per sample; None: all text is content
+    parsers: list[AnswerParser | None]  # one per sample; None: all text is content
     single: bool  # further tool calls than the first are dropped
 
-    def reader(self, parser: OutputParser | None) -> AnswerReader:
+    def reader(self, parser: AnswerParser | None) -> AnswerReader:
         """Return the reader of a sample's outputs."""
         return AnswerReader(parser, single=self.single)
 
@@ -65,9 +64,10 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     limit = limited(exchange, body, asked, options, prompt)
     rule, single = (demand.rule, False) if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options)
     params, prompt = constrained_chat(exchange, params, demand.param if rule is not None else asked.field, rule, limit, options, prompt)
-    parsers = [exchange.server.parsing.parser(prompt, tools=options.tools, template=options.chat_template) for _ in range(params.n)]
-    if parsers[0] is not None and parsers[0].needs_special_tokens:
+    chosen = exchange.server.parsing.parsers(options.chat_template)
+    if needs_special_tokens(chosen, options.tools):
         params = changed_unchecked(params, skip_special_tokens=False)
+    parsers = [parser_for(chosen, prompt.text, options.tools) for _ in range(params.n)]
     return PreparedChat(exchange, body, model, prompt, params, parsers, single)
 
 
@@ -80,7 +80,7 @@ def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> 
     """Return the options with variables of the chat template that do what is asked of the model's reasoning; the request's own come first. Raises
     `HttpError` if it can't be turned off."""
     parsing, own = exchange.server.parsing, options.chat_template_kwargs or {}
-    reasons = parsing.names(options.chat_template).reasoning_parser is not None
+    reasons = parsing.parsers(options.chat_template).reasoning is not None
     variables = {**asked.variables(parsing.template(options.chat_template), reasons=reasons), **own}
     return dataclasses.replace(options, chat_template_kwargs=variables or None)
 
@@ -175,11 +175,12 @@ def constrained_chat(
     """Return the parameters with the rule of a chat answer, demanded by `param`, and its prompt. Reasoning stays unconstrained, up to `limit` tokens
     of it: the rule begins after it. If the prompt leaves it open whether the model reasons first, the mark that begins reasoning is appended. Raises
     `RequestError`."""
-    if limit is not None or (rule is not None and rule.after is None and _reasons_first(exchange, options, prompt)):
-        end = THINK_MARKS[1]
+    marks = exchange.server.parsing.parsers(options.chat_template).marks
+    if marks is not None and (limit is not None or (rule is not None and rule.after is None and _reasons_first(exchange, options, prompt))):
+        begin, end = marks
         rule = Structured(after=end, after_tokens=limit) if rule is None else dataclasses.replace(rule, after=end, after_tokens=limit)
-        if not prompt.text.rstrip().endswith(THINK):
-            begun = f"{THINK}\n"
+        if not opens_reasoning(prompt.text, marks):
+            begun = f"{begin}\n"
             ids = exchange.engine.tokenizer.encode(begun, special_tokens=False)
             prompt = TokenizedText(prompt.text + begun, [*prompt.token_ids, *ids])
     return constrained(exchange, params, param, rule), prompt
@@ -189,7 +190,7 @@ def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: C
     """Return the rule of demanded calls; or None and True if dropping all calls but the first does what is demanded. Raises `HttpError` if the
     model's format of calls can't be constrained."""
     parsing = exchange.server.parsing
-    parser = parsing.names(options.chat_template).tool_parser
+    parser = parsing.parsers(options.chat_template).calls
     if parser is None:
         if calls.cut:
             return None, True
@@ -207,11 +208,12 @@ def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: C
 def _reasons_first(exchange: Exchange, options: ChatOptions, prompt: TokenizedText) -> bool:
     """Return True if the answer begins with reasoning: the prompt has opened it; or the template could disable it, and wasn't asked to; or the
     server's settings name a reasoning parser."""
-    parsing, text = exchange.server.parsing, prompt.text.rstrip()
-    if parsing.names(options.chat_template).reasoning_parser is None or options.continue_final_message:
+    parsing = exchange.server.parsing
+    marks = parsing.parsers(options.chat_template).marks
+    if marks is None or options.continue_final_message:
         return False
-    if text.endswith(THINK_MARKS):
-        return text.endswith(THINK)
+    if opens_reasoning(prompt.text, marks) or prompt.text.rstrip().endswith(marks[1].rstrip()):
+        return opens_reasoning(prompt.text, marks)
     variables = dict(options.chat_template_kwargs or {})
     if False in (variables.get("enable_thinking"), variables.get("thinking")):
         return False

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from starlette.routing import Route
 
+from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail_server.exchange import Endpoint, Exchange, new_id
-from dovetail_server.parsers.pieces import AnswerReader, Content, Event, Reasoning, ToolCallArguments, ToolCallStart, reasoning_tokens_of
+from dovetail_server.parsers.reader import AnswerReader, reasoning_tokens_of
 from dovetail_server.protocol.answer_parts import AnswerParts, PartKind
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.openai_common import logprobs_json, prompt_logprobs_json

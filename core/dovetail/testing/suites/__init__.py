@@ -22,6 +22,7 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
     "drafter": "DrafterSuite",
     "tokenizer": "TokenizerSuite",
     "logits_processor": "LogitsProcessorSuite",
+    "parser": "ParserSuite",
 }
 
 

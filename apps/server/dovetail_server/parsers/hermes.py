@@ -1,0 +1,35 @@
+"""Tool calls of Hermes and Qwen models: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
+
+from __future__ import annotations
+
+import json
+
+from dovetail.api.parser import CallForm, ParserCapabilities, ParserExample
+from dovetail_server.parsers.calls import ClosedCalls
+
+
+class HermesCalls(ClosedCalls):
+    """A call ends with its last brace."""
+
+    capabilities = ParserCapabilities(calls=True, templates=(("<tool_call>",),))
+    examples = (
+        ParserExample("Hi.", "Hi."),
+        ParserExample('<tool_call>{"name":"f","arguments":{}}</tool_call>', calls=(("f", "{}"),)),
+        ParserExample(
+            'A\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\"<"}}\n</tool_call>\n<tool_call>{"name":"g"}</tool_call>',
+            "A",
+            calls=(("f", '{"a": "}\\"<"}'), ("g", "{}")),
+        ),
+        ParserExample('<tool_call>{"arguments":[1],"name":"f"}</tool_call>B', "B", calls=(("f", "[1]"),)),
+        ParserExample("a <tool_cal> <<tool_call", "a <tool_cal> <<tool_call"),
+        ParserExample("<tool_call>no</tool_call>", "<tool_call>no</tool_call>"),
+        ParserExample('<tool_call>{"name": "f", oops</tool_call> so', "oopsso", calls=(("f", ""),)),
+    )
+
+    @classmethod
+    def call_form(cls, template: str) -> CallForm:
+        return CallForm(_around, "<tool_call>", separator="\n")
+
+
+def _around(name: str) -> tuple[str, str]:
+    return f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}\n</tool_call>"

@@ -1,0 +1,136 @@
+"""Parser: finds tool calls or reasoning in the text of an answer. The server makes one for each answer, and feeds it as the text arrives.
+
+Everything that a parser emits, added up, is a function of the whole text: it doesn't depend on how the text was cut into pieces. Text that is
+neither a call nor reasoning is content, and none of it is lost. This module doesn't need torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+MAX_HELD = 65_536  # characters that a parser holds back while it is uncertain what they are
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A piece of the answer's content, not empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the reasoning before the answer, not empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The beginning of a tool call. Calls of an answer are numbered from 0, and one ends before the next begins."""
+
+    index: int
+    id: str  # no other call of the answer has it
+    name: str  # of the function, not empty
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """A piece of the arguments of call `index`, the last one that has begun; not empty. Concatenated, the pieces are a JSON object, unless the model
+    wrote something else or the answer was cut off."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | ToolCallStart | ToolCallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class ParserContext:
+    """What a parser is told of its answer's request."""
+
+    # Those that the model may call, in OpenAI's chat format. They are the client's, so schemas may be wrong. Empty: no text is a call.
+    tools: Sequence[Mapping[str, Any]] = ()
+    starts_in_reasoning: bool = False  # the prompt ends with the mark that begins reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ParserCapabilities:
+    """What a parser finds, and how its format is recognised."""
+
+    calls: bool = False  # it finds tool calls: `--tool-parser` may name it
+    reasoning: tuple[str, str] | None = None  # the marks around reasoning, if it finds any: `--reasoning-parser` may name it
+    special_tokens: bool = False  # its marks may be special tokens, so these are kept in the text
+    # Alternatives: a chat template of this format has all texts of one of them. `auto` finds the parser by them; empty: only its name does.
+    templates: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a format writes calls whose arguments are JSON, so that a model can be constrained to valid ones."""
+
+    around: Callable[[str], tuple[str, str]]  # by the function's name, the texts before and after the arguments
+    trigger: str  # that every call begins with
+    separator: str = ""  # between two calls
+    marked: bool = True  # no other text begins like a call
+    single: bool = False  # an answer has one call in this form; several look different
+
+
+@dataclass(frozen=True, slots=True)
+class ParserExample:
+    """An answer in a parser's format, and what is in it."""
+
+    text: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()  # name and arguments of each
+
+
+class Parser(ABC):
+    """State of one answer's text. Made in each front end, `cls(options, ParserContext(…))`; called by one thread at a time, in which other answers
+    wait meanwhile.
+
+    Time and memory are proportional to the length of the text. At most a little more than MAX_HELD characters are held back.
+
+    If both a reasoning parser and a tool parser are chosen, the content of the first is the text of the second. A parser that raises, or emits events
+    in a wrong order, is named in the log and replaced: the rest of its answer is content.
+    """
+
+    capabilities: ClassVar[ParserCapabilities] = ParserCapabilities()
+    # Some of what it finds, and of what only looks like it. The suite cuts and mixes them.
+    examples: ClassVar[tuple[ParserExample, ...]] = ()
+    options: BaseModel
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        self.options, self.context = options, context
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True while the text so far ends within reasoning; a mark belongs to it until it is complete."""
+        return False
+
+    @property
+    def in_call(self) -> bool:
+        """True while the text so far ends within a call that has begun and whose arguments are incomplete; after `finish`, too."""
+        return False
+
+    @abstractmethod
+    def feed(self, text: str) -> Sequence[Event]:
+        """Return the events that are certain after the next piece of the text, which may be empty. Text that can't belong to a mark or a call any
+        more isn't held back."""
+
+    @abstractmethod
+    def finish(self) -> Sequence[Event]:
+        """Return the remaining events at the end of the text. A call that is cut off before its name is complete is content. Called once, last; not
+        if the answer is aborted."""
+
+    @classmethod
+    def call_form(cls, template: str) -> CallForm | None:
+        """Return the form of calls under a chat template, which this parser must read; None: calls can't be constrained."""
+        return None
