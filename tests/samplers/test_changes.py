@@ -122,6 +122,36 @@ def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> No
 
 
 @runs_kernels
+@given(rows=any_rows(), most=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
+@few
+def test_what_processors_change_is_drawn_and_other_rows_stay_to_the_bit(rows: list[Row], most: int, dtype: torch.dtype) -> None:
+    rows = [rows[0], *rows]
+    r = ready(rows, dtype=dtype, device=str(DEVICE))
+    seen, chosen, twin = torch.zeros(r.logits.shape, device=DEVICE), len(rows[0].logits) - 1, bits(twin_of(r))
+    assert r.sampler._changes is not None
+    r.sampler._changes.most = most
+
+    def process(logits: torch.Tensor, start: int) -> None:
+        seen[start : start + len(logits)] = logits
+        if start == 0:  # the first line can draw only one token
+            logits[0] = -torch.inf
+            logits[0, chosen] = 1.0
+
+    plain, asks = r.sample(), [index for index, row in enumerate(rows) if index and row.sampling.logprobs is not None]
+    for drawn in (
+        r.sampler.sample_processed_captured(r.logits, r.lines, process),
+        r.sampler.sample_processed(r.logits, r.lines, r.host_rows, process),
+    ):
+        assert bits(seen) == twin
+        assert drawn.token_ids[0] == chosen
+        assert drawn.token_ids[1:].tolist() == plain.token_ids[1:].tolist()
+        if asks:
+            assert drawn.logprobs is not None
+            assert plain.logprobs is not None
+            assert bits(drawn.logprobs.logprobs[asks, :1]) == bits(plain.logprobs.logprobs[asks, :1])
+
+
+@runs_kernels
 @given(rows=any_rows(most=2), data=st.data())
 @few
 def test_a_line_after_drafts_is_changed_and_drawn_as_a_row_that_has_them(rows: list[Row], data: st.DataObject) -> None:
