@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail import __version__
-from dovetail.api.component import Kind
+from dovetail.api.component import API_VERSIONS, Kind
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.testing import ObserverSuite, Waiver, run, runner
@@ -165,7 +165,7 @@ def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None: 
     done = CliRunner().invoke(app, ["plugins", "test", "observer", "gone"])
     assert done.exit_code == 1
     assert "importing nowhere.at_all failed" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("NOT CONFORMANT observer api=0.1, 0/0")
+    assert done.stdout.splitlines()[-1].startswith(f"NOT CONFORMANT observer api={API_VERSIONS['observer']}, 0/0")
 
 
 @pytest.mark.parametrize(
