@@ -37,7 +37,10 @@ OWN_TEST = {"docs/write-a-scheduler.md"}  # test_write_a_scheduler.py installs w
 NOT_RUN: set[str] = set()  # "page:line" of every block that is marked not to run: none so far
 NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that pages make up
 
-ABOUT = {"docs/plugins/port-a-model.md": "dovetail-olmo2"}  # packages of examples/plugins that a page is about: there they are installed
+ABOUT = {  # packages of examples/plugins that a page is about: there they are installed
+    "docs/plugins/port-a-model.md": "dovetail-olmo2",
+    "docs/plugins/logits_processor.md": "dovetail-samplers-extra",
+}
 
 LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dovetail.testing.checks import Absent, Untried, checks_of
 from dovetail.testing.suites.logits_processor import LogitsProcessorSuite
+from tests.registry.fakes import Site
 
 PACKAGE = Path(__file__).parents[2] / "examples/plugins/dovetail-samplers-extra"
 sys.path.insert(0, str(PACKAGE / "src"))  # processes that the suite starts need it, too
@@ -21,7 +23,18 @@ THEIRS = runpy.run_path(str(PACKAGE / "tests/test_conformance.py"))
 SUITES = {value.component: value for name, value in THEIRS.items() if name.startswith("Test")}
 OF_ALL_KINDS = {"hygiene.spawn", "hygiene.declaration"}  # take a process each: third_party.sh runs the whole suites
 
-globals().update({name: value for name, value in runpy.run_path(str(PACKAGE / "tests/test_samplers_extra.py")).items() if name.startswith("test_")})
+for file in ("test_samplers_extra.py", "test_engine.py"):
+    globals().update({name: value for name, value in runpy.run_path(str(PACKAGE / "tests" / file)).items() if name.startswith("test_")})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    site = Site(tmp_path_factory.mktemp("site"))
+    site.install(PACKAGE.name, modules={}, entry_points={"samplers_extra": "dovetail_samplers_extra"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DOVETAIL_PLUGINS", raising=False)
+        patch.syspath_prepend(site.path)
+        yield
 
 
 @pytest.mark.parametrize(
