@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dovetail import LLM, LoRARequest
 from dovetail.api.attention import LayerSpec
 from dovetail.api.executor import RowPooling
 from dovetail.errors import UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.testing.checks import CheckFailed
+from tests.adapters import config_of, weights_of, write_adapter
 from tests.models.pooling_checkpoints import save, states
 from tests.models.test_pooling import PROMPTS, agree, pooled, started
 from tests.runtime.demo import DEMO, context
@@ -59,6 +61,30 @@ def test_a_classifier_scores_as_transformers_does(family: str, labels: int, tmp_
     with started(tmp_path) as bench:
         agree(pooled(bench, RowPooling("classify", activate=False)), logits)
         agree(pooled(bench, RowPooling("classify")), lambda tokens: activation(logits(tokens)))
+
+
+@pytest.mark.parametrize(("family", "head"), [("Bert", "Model"), ("XLMRoberta", "ForSequenceClassification"), ("ModernBert", "Model")])
+def test_an_adapter_changes_an_encoder_as_merged_weights_do(family: str, head: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family, head)
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layer" in name}
+    weights = {name: 0.2 * array for name, array in weights_of({name: (one.in_features, one.out_features) for name, one in linear.items()}).items()}
+    targets = sorted({name.rpartition(".")[2] for name in linear})
+    folder = write_adapter(tmp_path / "adapter", config_of(target_modules=targets), weights)  # of rank 4 and alpha 8
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    with LLM(tmp_path, dtype="float32", enable_lora=True, max_model_len=60) as llm:
+        adapters = [LoRARequest("x", 1, str(folder)), *[None] * (len(PROMPTS) - 1)]
+        found = [output.outputs.data for output in llm.encode(prompts, use_tqdm=False, lora_request=adapters)]
+        base = [output.outputs.data for output in llm.encode(prompts, use_tqdm=False)]
+    for name, module in linear.items():
+        a, b = (torch.tensor(weights[f"base_model.model.{name}.lora_{side}.weight"]) for side in "AB")
+        module.weight.data += 2 * b @ a
+    with torch.no_grad():
+        ids = torch.tensor([PROMPTS[0]])
+        wanted = F.normalize(states(model, PROMPTS[0]).mean(0), dim=-1) if head == "Model" else model(ids).logits[0].softmax(-1)
+    np.testing.assert_allclose(found[0], wanted.numpy(), atol=1e-5)
+    assert np.abs(found[0] - base[0]).max() > 0.01
+    for one, other in zip(found[1:], base[1:], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ _WITHOUT_EFFECT = {  # on a trained adapter: `fan_in_fan_out` says how the base 
 _KEEPS_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")  # values of `init_lora_weights` that leave the base model as it was
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r".*\.(\d+)\.")
+_TAIL = re.compile(r"\blayers?\.\d.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,4 +341,4 @@ def _ends_with(name: str, target: str) -> bool:
 
 def _tail(module: str) -> str:
     """Return a module's name from its layer on: what precedes it depends on the class that PEFT has wrapped."""
-    return module[at:] if (at := module.find("layers.")) >= 0 else module
+    return found[0] if (found := _TAIL.search(module)) is not None else module
