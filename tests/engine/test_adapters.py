@@ -236,14 +236,15 @@ def test_an_adapter_whose_offered_slot_the_policy_leaves_holds_up_nobody() -> No
 def test_a_thousand_adapters_starve_nobody(policy: Named) -> None:
     """Popular and rare ones, far more than slots."""
     dice = random.Random(7)
-    world = World(policy.policy, Shape(num_blocks=500, max_tokens=256, max_seqs=24, adapters=16, events=False), policy.make_options())
+    slots, seats, count = (64, 96, 4_000) if FULL else (16, 24, 400)
+    world = World(policy.policy, Shape(num_blocks=2_000, max_tokens=1_024, max_seqs=seats, adapters=slots, events=False), policy.make_options())
     adapters = {rank: FakeAdapter(f"{rank}") for rank in range(1_000)}
-    popular = dice.choices(range(1_000), [1 / (1 + rank) for rank in range(1_000)], k=400)
+    popular = dice.choices(range(1_000), [1 / (1 + rank) for rank in range(1_000)], k=count)
     for turn, rank in enumerate(popular):
         world.add(Spec(f"{turn}", (rank % 97, turn % 97, 5), max_tokens=3, predicted_tokens=3), adapters[rank])
         if turn % 24 == 23:
             world.step()
-    world.drain(20_000)
+    world.drain(200_000)
     assert {finish.reason for finish in world.finished.values()} == {"length"}
     assert world.core.adapters.used == 0
     waits = [request.first_token_time - request.arrival_time for request in world.requests.values() if request.first_token_time is not None]
