@@ -38,6 +38,7 @@ class Echo:
 
     chat_templates: ClassVar = {"default": "<{{ messages[0].content }}>"}
     special_tokens: ClassVar = dict[str, str]()
+    encodes_chats, no_template = False, None
 
     def encode_all(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         assert not special_tokens

@@ -204,5 +204,6 @@ def test_front_ends_in_other_processes_have_it_too(tmp_path: Path) -> None:
             assert sample.text == at.engine.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             assert at.engine.tokenizer.described()["added_tokens_decoder"]["257"] == {"content": "</s>", "special": True}
             assert at.engine.tokenizer.names_of([104, 256]) == ["h", "<s>"]
+            assert at.engine.tokenizer.marks.split() == ["<s>", "</s>", "<user>", "<assistant>"], "by which parsers are chosen"
 
     asyncio.run(main())

@@ -40,9 +40,7 @@ class ToyServer:
     """Endless words: an answer ends after `max_tokens`. With `key`, answers are for those who have it."""
 
     def __init__(self, *, chat: bool, key: str | None = None) -> None:
-        self.engine = SimpleNamespace(
-            info=INFO, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(chat_templates={"default": ""} if chat else {})
-        )
+        self.engine = SimpleNamespace(info=INFO, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(has_chats=chat))
         self.engine.decisions = self.decisions
         self.metrics = ServerMetrics(cast(ServedEngine, self.engine))
         self.key = key

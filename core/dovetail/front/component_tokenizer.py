@@ -73,6 +73,11 @@ class ComponentTokenizer(Tokenizer):
     def encodes_chats(self) -> bool:
         return self.own.capabilities.chat
 
+    @property
+    def marks(self) -> str:
+        """The names of all special tokens, since there is no template."""
+        return "\n".join(self.names_of(sorted(self._special_ids)))
+
     def encode_chat(self, chat: Chat) -> list[int]:
         return self._encoded(lambda: self.own.encode_chat(chat))
 

@@ -104,6 +104,11 @@ class Tokenizer(ABC):
         return False
 
     @property
+    def marks(self) -> str:
+        """A text with the marks of the format of conversations, by which servers choose parsers: the chat templates."""
+        return "\n".join(self.chat_templates.values())
+
+    @property
     def has_chats(self) -> bool:
         """True if conversations can be made into prompts without another template."""
         return self.encodes_chats or bool(self.chat_templates)

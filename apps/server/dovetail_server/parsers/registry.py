@@ -128,10 +128,9 @@ class AnswerParsing:
         for finds, setting in _SETTINGS.items():
             if (name := getattr(settings, setting)) != AUTO:
                 self._named[finds] = None if name is None else self._known.named(finds, name)
-        templates: Mapping[str, str] = {}
+        self._text = ""
         with suppress(DovetailError):  # a model without a tokenizer is served with token ids
-            templates = engine.tokenizer.chat_templates
-        self._text = "\n".join(templates.values())
+            self._text = engine.tokenizer.marks
         self._own = self._chosen(self._text)
 
     @property
