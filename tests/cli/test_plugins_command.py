@@ -84,6 +84,14 @@ def test_info_tells_options_claims_and_origin(site: Site) -> None:
     assert "claims.order" in dovetail("plugins", "info", "scheduler", "fcfs").stdout
 
 
+def test_info_tells_what_requests_may_say_to_a_logits_processor(site: Site) -> None:
+    spec = 'kind="logits_processor", name="shun", target="tests.e2e.processing:Shun"'
+    site.install("dovetail-processing", modules={"processing": components(spec)})
+    options, _, arguments = dovetail("plugins", "info", "logits_processor", "shun").stdout.partition("arguments of requests:\n")
+    assert options.endswith("options:\n  none\n")
+    assert [line.split() for line in arguments.splitlines()[1:3]] == [["amount", "float", "2.0"], ["window", "int", "8"]]
+
+
 def test_info_of_nothing_is_an_error() -> None:
     done = dovetail("plugins", "info", "kv_cache", "prefx")
     assert done.exit_code == 2

@@ -26,8 +26,11 @@ def test_the_page_of_clauses_is_current() -> None:
 
 def test_a_new_sentence_is_a_clause_of_its_own() -> None:
     docstring = '"""One. Two\n    lines.\n\n        a drawing\n    """'
-    source = f'class A:\n    {docstring}\n\n    x: int = 1  # a comment\n    def f(self):\n        "`Three`. Four."\n'
-    assert list(sentences(source)) == [("A", "One."), ("A", "Two lines."), ("A.x", "a comment"), ("A.f", "`Three`."), ("A.f", "Four.")]
+    source = (
+        f'class A:\n    {docstring}\n\n    x: int = 1  # a comment\n    def f(self):\n        "`Three`. Four."\n    y: int = 2\n    "Five. Six."\n'
+    )
+    own = [("A", "One."), ("A", "Two lines."), ("A.x", "a comment"), ("A.f", "`Three`."), ("A.f", "Four."), ("A.y", "Five."), ("A.y", "Six.")]
+    assert list(sentences(source)) == own
 
 
 def test_a_mark_that_fits_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
