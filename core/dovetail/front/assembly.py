@@ -71,7 +71,7 @@ def validated_arguments(model: type[BaseModel], given: Mapping[str, Any], name: 
     plain = thawed(given)
     if (place := _not_finite(plain, name)) is not None:
         raise RequestError(f"{place} must be a finite number")
-    values: Mapping[str, Any] = frozen(validated(model, plain, name, context).model_dump(mode="json"))
+    values: Mapping[str, Any] = frozen(validated(model, plain, name, context).model_dump(mode="json", by_alias=True))
     validated(model, thawed(values), name)
     return values
 
