@@ -37,6 +37,11 @@ _VLLMS_RULES = ("structured_outputs", "guided_decoding")  # vLLM's names of `str
 LENGTH_PENALTIES = (-10.0, 10.0)  # the allowed range: no length to this power overflows
 BEAM_SEARCH = "beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
 BEAM_NAMES = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping", "diversity_penalty")  # of requests in other engines
+VLLM_NAMES = {  # a parameter of vLLM's -> what to do instead
+    "return_last_hidden_states": "LLM.encode(…, pooling_task='token_embed') returns the hidden states of a text",
+    "trace_decode_token_ids": "put the tokens at the prompt's end, and set prompt_logprobs",
+    "logprob_token_ids": "set logprobs, or allowed_token_ids to choose among a few tokens",
+}
 
 T = TypeVar("T")
 
@@ -112,6 +117,8 @@ def _unknown_field(name: str, valid: Sequence[str]) -> str:
         return f"{name}: the name for this is {NAMES_ELSEWHERE[name]}"
     if name in BEAM_NAMES and kind == "sampling":
         return f"{name}: {BEAM_SEARCH}"
+    if name in VLLM_NAMES and kind == "sampling":
+        return f"{name}: {VLLM_NAMES[name]}"
     if planned := not_yet(name):
         return f"{name}: unknown {kind} parameter: {planned}"
     return f"{name[:80]}: unknown {kind} parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")

@@ -4,9 +4,11 @@ instead; the page lists which."""
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import textwrap
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from dovetail.front.engine_args import flag_of
 from dovetail.front.vllm_args import ARGUMENTS, translated
 from dovetail.front.vllm_methods import METHOD_TABLE
 from tests.docs.pages import DOCS
+from tests.models.pooling_checkpoints import save
+from tests.server.serving import DEMO
 
 SMALL = "max_model_len=64, max_num_seqs=4, enforce_eager=True"
 PARSED = """from vllm import LLM, EngineArgs
@@ -178,24 +182,110 @@ RUNS |= {
         llm.close()
     """,
 }
+POOLING = """from vllm import LLM, EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        from vllm.utils.print_utils import print_embeddings
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parser.set_defaults(model=CLASSIFIER, runner="pooling", enforce_eager=True, max_model_len=32)
+        llm = LLM(**vars(parser.parse_args([])))
+        prompts = ["ROMEO:", "JULIET: my love"]"""
+RUNS |= {
+    "prefix_caching": f"""
+        from vllm import LLM, SamplingParams
+        from vllm.distributed import cleanup_dist_env_and_memory
+        params, done = SamplingParams(temperature=0.0, max_tokens=4), []
+        for caching in (False, True):
+            llm = LLM(model="demo", enable_prefix_caching=caching, gpu_memory_utilization=0.4, {SMALL})
+            done.append([output.outputs[0].text for output in llm.generate(["ROMEO: my love", "ROMEO: my lord"], params)])
+            del llm
+            cleanup_dist_env_and_memory()
+        assert done[0] == done[1]
+    """,
+    "metrics": f"""
+        from vllm import LLM, SamplingParams
+        from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
+        llm = LLM(model="demo", disable_log_stats=False, {SMALL})
+        llm.generate(["ROMEO:"], SamplingParams(max_tokens=4))
+        done = {{metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}}
+        assert done["generation_tokens"] == 4
+        assert all(isinstance(metric, (Counter, Gauge)) and not isinstance(metric, (Histogram, Vector)) for metric in llm.get_metrics())
+        llm.close()
+    """,
+    "run_one_batch": """
+        from vllm import LLM, EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+        parser = FlexibleArgumentParser()
+        EngineArgs.add_cli_args(parser)
+        parser.set_defaults(model="demo", max_model_len=64)
+        parser.add_argument_group("batch").add_argument("--batch-size", type=int, default=2)
+        args = vars(parser.parse_args([]))
+        size = args.pop("batch_size")
+        llm = LLM(**args)
+        params = llm.get_default_sampling_params()
+        params.max_tokens = 4
+        params.min_tokens = 4
+        params.ignore_eos = True
+        done = [output.outputs[0].token_ids for output in llm.generate(["ROMEO:"] * size, params)]
+        assert [len(tokens) for tokens in done] == [4, 4]
+        llm.close()
+    """,
+    "basic/classify": f"""
+        {POOLING}
+        done = llm.classify(prompts)
+        assert all(len(output.outputs.probs) == 2 for output in done)
+        llm.close()
+    """,
+    "basic/reward": f"""
+        {POOLING}
+        done = llm.reward(prompts)
+        for output in done:
+            print_embeddings(output.outputs.data, prefix="Reward")
+            assert len(output.outputs.data) == len(output.prompt_token_ids)
+        llm.close()
+    """,
+    "sequence_reward": f"""
+        {POOLING}
+        done = llm.encode(prompts, pooling_task="classify")
+        for output in done:
+            print_embeddings(output.outputs.data.tolist(), prefix="Reward")
+        llm.close()
+    """,
+    "token_reward": f"""
+        {POOLING}
+        done = llm.encode(prompts, pooling_task="token_classify")
+        for output in done:
+            print_embeddings(output.outputs.data.tolist(), prefix="Reward")
+        llm.close()
+    """,
+    "embed_matryoshka_fy": f"""
+        {PARSED}
+        from vllm import PoolingParams
+        parser.set_defaults(model="demo", runner="pooling", max_model_len=128)
+        llm = LLM(**vars(parser.parse_args([])))
+        done = llm.embed(["Follow the white rabbit."], pooling_params=PoolingParams(dimensions=32))
+        assert len(done[0].outputs.embedding) == 32
+        llm.close()
+    """,
+    "speculative_decoding/test_ngram": f"""
+        from vllm import LLM, SamplingParams
+        speculative = {{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5, "prompt_lookup_min": 2}}
+        llm = LLM(model="demo", speculative_config=speculative, {SMALL})
+        done = llm.generate(["ROMEO:"], SamplingParams(temperature=0, max_tokens=8))
+        llm.close()
+    """,
+}
 REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
-    "basic/classify": (
-        f"""
-        {PARSED}
-        parser.set_defaults(model="demo", runner="pooling")
-        LLM(**vars(parser.parse_args([]))).classify(["a"])
-        """,
-        "can't do classify",
+    "manual_prompt_rendering": ("from vllm.renderers.inputs.preprocess import parse_model_prompt", "takes the text, or its token ids"),
+    "last_hidden_states": ("from vllm import SamplingParams\nSamplingParams(return_last_hidden_states=True)", "token_embed"),
+    "trace_replay": ("from vllm import SamplingParams\nSamplingParams(trace_decode_token_ids=[1, 2])", "prompt_logprobs"),
+    "late_chunking": ("from vllm.pooling_params import LateChunkingParams", "mean of each chunk"),
+    "multi_vector_retrieval": ("from vllm.config import PoolerConfig", "pooling_task"),
+    "qwen3_reranker": (
+        "from vllm import LLM\nLLM(model='demo', hf_overrides={'classifier_from_token': ['no', 'yes'], 'is_original_qwen3_reranker': True})",
+        "score_tokens",
     ),
-    "basic/reward": (
-        f"""
-        {PARSED}
-        parser.set_defaults(model="demo", runner="pooling")
-        LLM(**vars(parser.parse_args([]))).reward("a")
-        """,
-        "token_classify",
-    ),
-    "prefix_caching": ("from vllm.distributed import cleanup_dist_env_and_memory", r"`close\(\)` ends an engine"),
+    "extract_hidden_states": ("from vllm.config.kv_transfer import KVTransferConfig", "keeps its K and V to itself"),
+    "routed_experts": ("from vllm import LLM\nLLM(model='demo', enable_return_routed_experts=True)", "tokens and their log-probabilities"),
     "llm_engine_reset_kv": (
         """
         from vllm import EngineArgs, LLMEngine
@@ -222,7 +312,6 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "from vllm import LLM\nLLM(model='demo', tokenizer_mode='mistral', config_format='mistral')",
         "only auto",
     ),
-    "metrics": ("from vllm.v1.metrics.reader import Counter, Gauge", r"get_metrics\(\) returns metrics"),
     "spec_decode": ("from vllm.inputs import TokensPrompt\nfrom vllm.benchmarks.datasets import get_samples", "dovetail lab"),
     "mlpspeculator": ("from vllm import LLM\nLLM(model='demo', speculative_config={'model': 'small'})", "speculative|draft"),
     "prompt_embed_inference": ("from vllm import LLM\nLLM(model='demo', enable_prompt_embeds=True)", "prompts are texts or token ids"),
@@ -241,16 +330,26 @@ def changed(program: str) -> str:
     return re.sub(r"\b(from|import) vllm\b", r"\1 dovetail.compat.vllm", textwrap.dedent(program))
 
 
-def run(program: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "__main__"}
+def run(program: str, **given: Any) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__", **given}
     exec(compile(changed(program), "example", "exec"), names)
     return names
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier with random weights and the demo's tokenizer."""
+    path = tmp_path_factory.mktemp("classifier")
+    save(path, "Qwen3ForSequenceClassification", num_labels=2, vocab_size=1024)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, path)
+    return path
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_program_runs_once_its_imports_are_changed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_runs_once_its_imports_are_changed(name: str, classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["example.py"])
-    assert run(RUNS[name])["done"]
+    assert run(RUNS[name], CLASSIFIER=str(classifier))["done"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -266,7 +365,7 @@ def test_the_page_says_which_programs_run() -> None:
     page = (DOCS / "coming-from-vllm.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([a-z0-9_/]+)` \| (runs|refused)", page.partition("## Change the import")[2], re.MULTILINE))
     assert rows == {**dict.fromkeys(RUNS, "runs"), **dict.fromkeys(REFUSED, "refused")}
-    assert len(rows) == 30
+    assert len(rows) == 43
 
 
 # Modules and names

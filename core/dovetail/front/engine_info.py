@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from dovetail.engine.stats import EngineStats
 
@@ -72,11 +72,25 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of the engine: a counter only grows, a gauge is the present state."""
+    """A number of the engine."""
 
     name: str
-    kind: Literal["counter", "gauge"]
     value: float
+    kind: ClassVar[str]
+
+
+class Counter(Metric):
+    """A number that only grows."""
+
+    __slots__ = ()
+    kind = "counter"
+
+
+class Gauge(Metric):
+    """The present state."""
+
+    __slots__ = ()
+    kind = "gauge"
 
 
 def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
@@ -148,7 +162,7 @@ def metrics(stats: EngineStats) -> list[Metric]:
         "spec_decode_num_draft_tokens": stats.draft_tokens,
         "spec_decode_num_accepted_tokens": sum(stats.accepted_drafts),
     }
-    return [Metric(name, "gauge", value) for name, value in gauges.items()] + [Metric(name, "counter", value) for name, value in counters.items()]
+    return [*(Gauge(name, value) for name, value in gauges.items()), *(Counter(name, value) for name, value in counters.items())]
 
 
 def line(stats: EngineStats) -> str:

@@ -195,6 +195,17 @@ class LLM(SaysWhatIsMissing):
             stream = OutputStream[PoolingRequestOutput[PoolingOutput]](self.engine, "encode", prompts, params, fields, begun)
             return self._collected(stream, len(prompts), use_tqdm)
 
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return a reward model's numbers for each token of each prompt: `encode` with `pooling_task="token_classify"`, and its other options."""
+        return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],

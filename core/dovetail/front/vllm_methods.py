@@ -7,7 +7,6 @@ from typing import Any
 from dovetail.errors import UnsupportedError
 
 METHOD_TABLE = {  # a method or attribute of vLLM's engines -> what to do instead
-    "reward": 'encode(prompts, pooling_task="token_classify"), or classify(prompts) for a reward of the whole prompt',
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "nothing sleeps: `close()` gives the device's memory back; make a new engine then"),
     **dict.fromkeys(("start_profile", "stop_profile"), "observers=['perfetto'] writes a trace of steps and requests from the beginning"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "code that works on the model belongs into a plugin: write a model, sampler or executor"),
@@ -18,6 +17,7 @@ METHOD_TABLE = {  # a method or attribute of vLLM's engines -> what to do instea
     ),
     **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), "models of text alone are served"),
     **dict.fromkeys(("enqueue", "wait_for_completion"), "`generate` takes a list of prompts; `stream` returns at once, and its outputs as they come"),
+    "renderer": "`generate` takes the text, or its token ids",
     "preprocess_chat": "the tokenizer renders chat templates: get_tokenizer().apply_chat_template(…)",
     "set_tokenizer": "name it when the engine is made: tokenizer",
     "get_world_size": "get_parallel_config().world_size of an LLMEngine",
