@@ -56,6 +56,10 @@ class Odd(HermesCalls):
     def finish(self):
         return ["the end"]
 
+class Yields(HermesCalls):
+    def feed(self, text):
+        yield from super().feed(text)
+
 class Flags(HermesCalls):
     @property
     def in_call(self):
@@ -80,7 +84,7 @@ class Brackets(HermesCalls):
             return [Reasoning(text)] if self.inside else super().feed(text)
         return []
 """
-NAMES = ("Calls", "Raises", "Exits", "Repeats", "Odd", "Flags", "Forms", "Brackets")
+NAMES = ("Calls", "Raises", "Exits", "Repeats", "Odd", "Yields", "Flags", "Forms", "Brackets")
 SPECS = [f'kind="parser", name="{name.lower()}", target="acme_parsers:{name}", options="acme_parsers:Options"' for name in NAMES]
 BROKEN = 'kind="parser", name="broken", target="nowhere:At"'
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -112,9 +116,11 @@ def named(parser: str) -> ServerSettings:
 async def test_a_template_that_no_built_in_matches_finds_the_parser_of_a_plugin(
     fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "dovetail.server")
     answer = (await asked(fake("So", *CALL))).json()["choices"][0]
     assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", "So")
     assert answer["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert "parser dovetail-acme:calls is used: the chat template has its marks" in caplog.text
     assert "parser dovetail-acme:broken isn't considered for `auto`" in caplog.text
 
 
@@ -189,6 +195,12 @@ async def test_a_call_that_begins_twice_is_no_call(fake: Callable[..., FakeEngin
     answer = (await asked(fake(CALL), named("repeats"))).json()["choices"][0]
     assert (answer["message"]["content"], answer["finish_reason"]) == (CALL, "stop")
     assert "it emitted ToolCallStart(index=0" in caplog.text
+
+
+@pytest.mark.usefixtures("acme")
+async def test_events_may_be_yielded(fake: Callable[..., FakeEngine]) -> None:
+    answer = (await asked(fake("So", CALL), named("yields"))).json()["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("So", "tool_calls")
 
 
 @pytest.mark.usefixtures("acme")

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import CallForm, Event, ParserContext, ParserExample, ToolCallArguments, ToolCallStart
+from dovetail.api.parser import CallForm, Content, Event, ParserContext, ParserExample, ToolCallArguments, ToolCallStart
 from dovetail_server.parsers.hermes import HermesCalls
 from dovetail_server.parsers.pieces import OutputParser
 from dovetail_server.parsers.think import ThinkReasoning
@@ -65,6 +65,26 @@ class GivesAllCallsOneId(HermesCalls):
 class DropsWhatItHolds(HermesCalls):
     def finish(self) -> list[Event]:
         return []
+
+
+@mutant(caught_by="parser.content", soon=True)
+class DropsTextBetweenCalls(HermesCalls):
+    """Keeps content after a call until it knows that no other follows."""
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self.after: list[Event] = []
+
+    def feed(self, text: str) -> list[Event]:
+        out: list[Event] = []
+        for event in super().feed(text):
+            if isinstance(event, ToolCallStart):
+                self.after = []
+            (self.after if self.index and isinstance(event, Content) else out).append(event)
+        return out
+
+    def finish(self) -> list[Event]:
+        return [*self.after, *super().finish()]
 
 
 @mutant(caught_by="parser.no_tools")

@@ -22,6 +22,7 @@ class ParserChoice:
     name: str  # as people know it: "hermes", "dovetail-acme:acme"
     component: type[Parser]
     options: BaseModel
+    was_found: bool = False  # the log says that a chat template matches it
     has_failed: bool = False  # the log has named it
 
     @property
@@ -65,7 +66,7 @@ class GuardedParser:
             return (Content(text),) if text else ()
         self._unread.append(text)
         try:
-            events = parser.feed(text)
+            events = tuple(parser.feed(text))
             self._calls = _checked(events, self._calls)
         except (Exception, SystemExit) as error:
             return self._give_up(error)
@@ -78,7 +79,7 @@ class GuardedParser:
         if self._parser is None:
             return ()
         try:
-            events = self._parser.finish()
+            events = tuple(self._parser.finish())
             self._calls = _checked(events, self._calls)
         except (Exception, SystemExit) as error:
             return self._give_up(error)

@@ -81,6 +81,9 @@ class KnownParsers:
         if len(others) > 1:
             setting, names = _SETTINGS[finds], " and ".join(one.name for one in others)
             raise ConfigError(f"chat_template: the parsers {names} match it: name one with --{setting.replace('_', '-')}, or null for none")
+        if others and not others[0].was_found:
+            others[0].was_found = True
+            logger.info("parser %s is used: the chat template has its marks", others[0].name)
         return others[0] if others else None
 
     def _of_plugins(self) -> Sequence[ParserChoice]:

@@ -61,7 +61,7 @@ NEAR_MISSES = (
     "null",
 )
 WORDS = "The cat sat on the mat and looked at \U0001f600 for a while. "
-FIRST, LAST = "Well, alpha ", " omega at last"
+FIRST, BETWEEN, LAST = "Well, alpha ", " mu, between ", " omega at last"
 ODD_SCHEMAS: tuple[Any, ...] = (
     "no schema",
     None,
@@ -163,8 +163,8 @@ class ParserSuite(Suite):
 
     @check("parser.content", since="0.1")
     def test_what_is_neither_call_nor_reasoning_is_content(self) -> None:
-        """An answer without calls and reasoning isn't content character by character, with the marks in it; or the text before or after an example is
-        missing or changed. Emit what is held back in `finish`, and when it turns out to be no call."""
+        """An answer without calls and reasoning isn't content character by character, with the marks in it; or the text before, between or
+        after examples is missing or changed. Emit what is held back in `finish`, and when it turns out to be no call."""
         for text in (WORDS, *self._texts):
             parser = self._made()
             found = _added_up([*parser.feed(text), *parser.finish()])
@@ -177,6 +177,9 @@ class ParserSuite(Suite):
             parser.feed(example.text)
             if not (parser.in_call or parser.in_reasoning):
                 require(after.content.endswith(LAST.strip()), f"{example.text + LAST!r}: the content is {after.content!r}")
+                for other in self._examples:
+                    found = self._parse([example.text, BETWEEN, other.text])
+                    require(BETWEEN.strip() in found.content, f"{example.text + BETWEEN + other.text!r}: the content is {found.content!r}")
 
     @check("parser.no_tools", since="0.1")
     def test_without_tools_nothing_is_a_call(self) -> None:
