@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,19 @@ def test_a_name_whose_directory_changes_is_its_newest(tmp_path: Path) -> None:
         assert len({store.get(LoRARequest(name, 1, str(one))).path for name in "ab"}) == 1, "equal adapters share a copy"
     finally:
         store.close()
+
+
+def test_a_look_for_which_there_was_no_thread_holds_up_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    store, request = AdapterStore(CAPACITY, 4), LoRARequest("a", 1, str(write_adapter(tmp_path / "a")))
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            store.get(request)
+    assert store.get(request).copy.result(60).digest == digest(tmp_path / "a")
+    store.close()
 
 
 def test_a_closed_store_forgets_what_was_pinned(tmp_path: Path) -> None:

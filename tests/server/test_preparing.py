@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import Any
 
@@ -271,3 +272,16 @@ async def test_a_client_that_has_nothing_else_under_way_is_let_in_and_so_is_a_sm
             for client in ("a", "b"):
                 with pytest.raises(HttpError, match="max_body_bytes"), preparing.admitted(client, SIZES[0] + 1):
                     pass
+
+
+async def test_a_thread_that_cannot_be_started_fails_its_task_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    threads = FairThreads((inf,))
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", no_thread)
+        for each in await asyncio.gather(*(threads.run("client", 1, lambda: 1) for _ in range(3)), return_exceptions=True):
+            assert "can't start" in str(each)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await threads.run("client", 1, lambda: 1) == 1

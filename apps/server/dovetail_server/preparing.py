@@ -110,7 +110,12 @@ class FairThreads:
                 task = heappop(min(queues, key=lambda queue: queue[0]))
                 self._free.remove(place)
                 self._virtual_time = max(self._virtual_time, task.start)
-                self._threads.submit(task.work).add_done_callback(partial(self._end_soon, task, place))
+                try:
+                    running = self._threads.submit(task.work)
+                except RuntimeError as error:  # the system has no thread left
+                    running = Future()
+                    running.set_exception(error)
+                running.add_done_callback(partial(self._end_soon, task, place))
 
     def _end_soon(self, task: _Task, place: int, done: Future[Any]) -> None:
         """Runs in the thread."""

@@ -99,8 +99,8 @@ class AdapterStore:
                 return looking.following[0]
             adapter = RequestedAdapter(request.lora_name)
             if looking is None:
+                self._threads.submit(self._look, adapter, request, within)  # may raise: then nobody looks
                 self._looking[request.lora_name] = _Looking()
-                self._threads.submit(self._look, adapter, request, within)
             elif looking.following is None:
                 looking.following = adapter, request, within
             else:  # another directory under the same name
