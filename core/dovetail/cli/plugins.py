@@ -6,7 +6,7 @@ import dataclasses
 import json
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -120,6 +120,10 @@ def _print_fields(title: str, model: Callable[[], type[BaseModel]]) -> None:
 
 
 def _type_name(annotation: Any) -> str:
+    def field() -> None: ...
+
+    field.__annotations__["type"] = annotation
+    annotation = get_type_hints(field)["type"]  # without `Annotated`, also inside
     plain = isinstance(annotation, type) and not getattr(annotation, "__args__", None)
     return annotation.__name__ if plain else str(annotation).replace("typing.", "")
 
