@@ -312,6 +312,15 @@ def test_thoughts_that_are_turned_off_leave_the_rule_alone(api: openai.OpenAI) -
     assert ask(api, THINKS, further).choices[0].message.content in ("yes", "no")
 
 
+@pytest.mark.anyio
+async def test_a_rule_may_be_given_twice_in_the_same_words(fake: Callable[..., FakeEngine]) -> None:
+    engine = fake("yes")
+    async with serving(engine) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        body = {"guided_choice": ["yes"], "structured_outputs": {"choice": ["yes"]}, "guided_decoding_backend": "guidance"}  # as guidance sends
+        await client.chat.completions.create(model="fake", messages=MESSAGES, extra_body={"chat_template": PLAIN, **body})
+    assert engine.submitted[0].params.structured == Structured(choice=["yes"])
+
+
 # ---- refusals
 
 

@@ -39,10 +39,13 @@ _OPENAI = (
     Advisory("service_tier", "all requests are of one tier; schedulers use `priority`", ("auto", "default")),
     Advisory("stream_options.include_obfuscation", "padding is never added", (False,)),
 )
-COMPLETIONS = _OPENAI
+COMPLETIONS = (
+    *_OPENAI,
+    Advisory("guided_decoding_backend", "the engine's config names the grammar backend, and all follow the same rule", ("auto",)),
+)
 POOLING = (_label("user", "it identifies the user"),)
 CHAT = (
-    *_OPENAI,
+    *COMPLETIONS,
     Advisory("verbosity", "models here know no verbosity", ("medium",)),
     Advisory("reasoning_effort", _UNSTEERED, steers=True),
 )

@@ -108,6 +108,7 @@ class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     service_tier: ServiceTier | None = None
     store: bool | None = None
+    guided_decoding_backend: str | None = None
 
     # Only some values are supported
     use_beam_search: bool | None = None

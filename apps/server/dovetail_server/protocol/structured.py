@@ -189,12 +189,12 @@ def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (),
     for name, field in _IN_VLLMS_WORDS.items():
         if (value := getattr(body, name, None)) is not None:
             rules[name] = _named(name, partial(_rule_of_field, field, value))
-    if len(rules) > 1:
-        one, other = list(rules)[:2]
+    if other := next((name for name, rule in rules.items() if rule != next(iter(rules.values()))), None):  # clients repeat a rule under older names
+        one = next(iter(rules))
         raise HttpError(400, f"{one} and {other} contradict each other: an answer follows one rule", param=one)
     if not rules or choice.required:  # an answer that is only calls has no text to constrain
         return calls or Demand()
-    [(name, rule)] = rules.items()
+    name, rule = next(iter(rules.items()))
     if tools:
         raise HttpError(
             400,
