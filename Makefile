@@ -8,7 +8,7 @@ PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/m
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which import the same modules: they are compiled once
 
-.PHONY: demo test test-full test-page lint types rules docs check clean test-cluster test-tekken
+.PHONY: demo test test-full test-page lint types rules docs check clean test-cluster test-tekken test-clients
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
@@ -31,6 +31,9 @@ test-cluster: .venv-cluster/.done  ## tests of what runs on Ray, with Ray itself
 	test -x .venv-cluster/bin/python || $(PYTHON) -m venv .venv-cluster
 	.venv-cluster/bin/python -m pip install --quiet -c constraints.txt -e ".[dev,ray,router]"
 	touch $@
+
+test-clients: $(VENV)/.dev  ## clients of other projects, each in an environment of its own, deleted afterwards; some: CLIENTS="openai litellm"
+	$(BIN)/python -m tests.clients $(CLIENTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
