@@ -90,7 +90,7 @@ def test_it_is_named_like_a_model_or_as_a_mapping(name: Any) -> None:
         ("dovetail:fcfs", "there is a component of that name, of kind scheduler"),
         ({"name": "bytes", "width": 8}, "tokenizer.width"),
         ({"width": 8}, "expected a component's name, or a mapping with 'name'"),
-        ("refuses", r"has no words\.txt"),
+        ("refuses", r"^tokenizer dovetail-spelling:refuses: .* has no words\.txt"),
         ("has-no-bytes", "unknown|hub"),
         ("hasnobytes", "tokenizer dovetail-spelling:hasnobytes: OSError: no vocabulary"),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 from dovetail.api.executor import ComponentRef
 from dovetail.api.tokenizer import Chat, TokenizerContext
 from dovetail.api.tokenizer import Tokenizer as Component
-from dovetail.errors import PluginError, RequestError, UnsupportedError, describe
+from dovetail.errors import ModelLoadError, PluginError, RequestError, UnsupportedError, describe
 from dovetail.front.detokenizer import byte_pieces
 from dovetail.front.tokenizer import TokenizedText, Tokenizer, check_unicode
 
@@ -29,7 +29,10 @@ class ComponentTokenizer(Tokenizer):
         """`directory`: the model's files. Raises `PluginError` that names the component if it can't be made or describes itself wrongly, and any
         `DovetailError` that it raises."""
         self.ref, self.name = ref, ref.name
-        self.own = ref.make(TokenizerContext(Path(directory)))
+        try:
+            self.own = ref.make(TokenizerContext(Path(directory)))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"tokenizer {self.name}: {error}") from error
         try:
             self._vocabulary = tuple(self.own.vocabulary())
             if not self._vocabulary or not all(type(piece) is bytes for piece in self._vocabulary):
