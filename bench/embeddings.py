@@ -1,6 +1,7 @@
 """Texts embedded per second on one GPU, as a share of what the matrix units allow, beside the share that long prompts of a generator reach.
 
     python -m bench.embeddings --engine dovetail vllm --json out.json
+    python -m bench.embeddings --encoders                               # the shapes of three encoders, by the mean of all tokens
 
 Qwen3-Embedding-0.6B's shape with random weights in bfloat16: 10,000 texts of 20 to 500 tokens, given as token ids, by last token, normalized. One
 warm-up call, then three timed runs with fresh ids each. `8b-prefill` of `bench/throughput.py` runs in the same call; the last line tells
@@ -25,6 +26,15 @@ from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 
 PREFILL = "8b-prefill"
+ENCODERS: dict[str, tuple[str, dict[str, int]]] = {  # name -> transformers' class, and fields of its config
+    "all-MiniLM-L6-v2": ("BertModel", {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}),
+    "bge-m3": (
+        "XLMRobertaModel",
+        {"vocab_size": 250_002, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        | {"max_position_embeddings": 8194},
+    ),
+    "ModernBERT-base": ("ModernBertModel", {}),
+}
 
 
 def texts(count: int) -> Workload:
@@ -44,6 +54,24 @@ def write_embedding_model(work: Workload, directory: Path) -> None:
     (directory / "modules.json").write_text(json.dumps(modules))
     (directory / "1_Pooling").mkdir()
     (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": shape.hidden, "pooling_mode_lasttoken": True}))
+
+
+def write_encoder(architecture: str, fields: dict[str, int], directory: Path) -> None:
+    """Write an encoder's checkpoint without weights; it pools by mean, the default."""
+    import transformers
+
+    config = getattr(transformers, architecture).config_class(architectures=[architecture], **fields)
+    config.save_pretrained(directory)
+
+
+def run_encoders(work: Workload, overrides: dict[str, Any]) -> None:
+    for name, (architecture, fields) in ENCODERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write_encoder(architecture, fields, Path(folder))
+            measured: Measured = apart(run_dovetail, work, Path(folder), overrides)
+        median, busy = statistics.median(measured.seconds), measured.details["device_busy_share"]
+        rates = f"{len(work.lens) / median:,.0f} texts/s, {work.prompt_tokens / median:,.0f} tok/s"
+        print(f"{name:>16}: {rates}, device busy {100 * busy:.0f} %", flush=True)
 
 
 def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
@@ -88,12 +116,16 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES)
     parser.add_argument("--texts", type=int, default=10_000)
     parser.add_argument("--no-prefill", action="store_true", help=f"leave out {PREFILL}")
+    parser.add_argument("--encoders", action="store_true", help="measure encoders instead")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
     work, overrides, rows = texts(args.texts), settings_of(args.set), list[dict[str, Any]]()
     shares, rates = dict[str, float](), dict[str, float]()
+    if args.encoders:
+        run_encoders(work, overrides)
+        return
     with tempfile.TemporaryDirectory() as folder:
         directory, prefill = Path(folder, "embeds"), WORKLOADS[PREFILL]
         write_embedding_model(work, directory)
