@@ -134,6 +134,7 @@ def test_in_bfloat16_tokens_are_among_those_that_processors_left(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masks_hold_in_graphs_after_processors(dtype: str, site: Site, kinds: list[str]) -> None:
+    pytest.importorskip("llguidance")
     processing.install(site)
     settings = settings_for("triton", max_model_len=256, max_num_seqs=12, **PROCESSORS)
     found = []
