@@ -407,7 +407,7 @@ def _validated(model: type[BaseModel], example: Mapping[str, Any]) -> BaseModel:
 
 
 def _plain(arguments: BaseModel) -> dict[str, Any]:
-    return arguments.model_dump(mode="json")
+    return arguments.model_dump(mode="json", by_alias=True)
 
 
 def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
