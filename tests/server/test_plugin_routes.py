@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from dovetail.cli.app import app
 from dovetail.errors import ConfigError, PluginError, RequestError
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
@@ -178,6 +182,24 @@ async def test_what_cannot_be_added_is_refused_by_name(name: str, error: type[Ex
     with pytest.raises(error) as raised:
         create_app(fake(), offering(name))
     assert told in str(raised.value)
+
+
+@pytest.mark.usefixtures("haiku")
+@pytest.mark.parametrize("selection", [{"allowed_plugins": ()}, {"denied_plugins": ("dovetail-haiku",)}])
+async def test_plugins_that_the_engines_config_does_not_admit_add_none(selection: dict[str, Any], fake: Callable[..., FakeEngine]) -> None:
+    engine = fake()
+    engine.info = dataclasses.replace(engine.info, **selection)
+    with pytest.raises(PluginError, match="unknown routes 'haiku'"):
+        create_app(engine, offering("haiku"))
+
+
+@pytest.mark.usefixtures("haiku")
+@pytest.mark.parametrize("flag", ["--route", "--tool-parser"])
+def test_serve_names_what_the_config_does_not_admit_before_a_process_starts(flag: str) -> None:
+    ran = CliRunner().invoke(app, ["serve", "demo", flag, "haiku", "--set", "plugins.deny=[dovetail-haiku]"])
+    assert ran.exit_code == 2
+    assert "haiku" in ran.output
+    assert "denied by plugins.deny" in ran.output
 
 
 @pytest.mark.usefixtures("haiku")

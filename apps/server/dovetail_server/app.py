@@ -16,6 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dovetail.errors import ConfigError, RequestError
+from dovetail.registry.registry import Registry
+from dovetail.registry.selection import PluginSelection
 from dovetail_server.admission import Admission
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.batches.worker import BatchWorker
@@ -45,7 +47,8 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
-    added = PluginRoutes.of(settings.routes, frozenset(route.path for route in routes if isinstance(route, Route)))
+    registry = Registry.discover(PluginSelection(allow=engine.info.allowed_plugins, deny=engine.info.denied_plugins))
+    added = PluginRoutes.of(settings.routes, frozenset(route.path for route in routes if isinstance(route, Route)), registry)
     routes += added.routes
     middleware += added.middleware
     tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
@@ -53,7 +56,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     if settings.batch_directory is not None:
         batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: http_exception}, lifespan=_lifespan)
-    admission, parsing, preparing = Admission(engine, settings), AnswerParsing(engine, settings), Preparing(settings.max_body_bytes)
+    admission, parsing, preparing = Admission(engine, settings), AnswerParsing(engine, settings, registry), Preparing(settings.max_body_bytes)
     app.state.server = server = Server(engine, settings, admission, parsing, preparing, metrics, models, tracing, batches)
     added.context.serve(server)
     app.state.draining = app.state.is_unsupervised = False

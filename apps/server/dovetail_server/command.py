@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -14,9 +15,11 @@ from pydantic.fields import FieldInfo
 
 from dovetail.checks import shown
 from dovetail.cli.settings import RequiredSource, Settings
+from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.registry.registry import Registry
 from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
-from dovetail_server.parsers.registry import check_names
+from dovetail_server.parsers.registry import check_names, named_parsers
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import check_installed
 
@@ -48,12 +51,7 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
         BatchStore(Path(server.batch_directory), server.max_stored_bytes)  # report an unusable folder early
     if server.otlp_traces_endpoint is not None:
         check_installed()  # report it early
-    check_names(server)
-    if server.routes:
-        from dovetail.registry.registry import Registry
-
-        registry = Registry.discover()
-        server = server.model_copy(update={"routes": tuple(registry.routes_named(name).qualified_name for name in server.routes)})
+    _check_plugins(server, source, settings)
     if in_process:
         from dovetail_server.one_process import serve_in_one_process
 
@@ -63,6 +61,19 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
 
         code = Supervisor(source, settings, server).run()
     raise typer.Exit(code)
+
+
+def _check_plugins(server: ServerSettings, source: str, settings: Sequence[str]) -> None:
+    """Raise `ConfigError` or `PluginError` for parsers and routes that no plugin has which the engine's config admits. What else is wrong with the
+    config is left to the engine."""
+    if not (server.routes or named_parsers(server)):
+        return
+    config, _ = EngineConfig.load_what_is_right(source, EngineConfig.read_settings(settings), origin="--set")
+    if config is not None:
+        registry = Registry.discover(config.plugins, enforce_require=False)
+        check_names(server, registry)
+        for name in server.routes:
+            registry.routes_named(name)
 
 
 def _check_packages() -> None:

@@ -127,13 +127,10 @@ class PluginRoutes:
     middleware: list[Middleware] = field(default_factory=list)
 
     @classmethod
-    def of(cls, names: Sequence[str], taken: frozenset[str]) -> PluginRoutes:
-        """Make the routes of these names. `taken`: paths of the server itself. Raises `PluginError` that names what fails, and `ConfigError` for a
-        path that is taken."""
+    def of(cls, names: Sequence[str], taken: frozenset[str], registry: Registry) -> PluginRoutes:
+        """Make the routes of these names. `taken`: paths of the server itself. `registry`: that of the plugins that the engine's config admits.
+        Raises `PluginError` that names what fails, and `ConfigError` for a path that is taken."""
         added = cls()
-        if not names:
-            return added
-        registry = Registry.discover()
         for offer in map(registry.routes_named, names):
             make = offer.load()
             try:

@@ -16,7 +16,6 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError, RequestError, describe
 from dovetail.registry.registry import AUTO, Registry
 from dovetail.registry.resolved import ResolvedComponent
-from dovetail.registry.selection import PluginSelection
 from dovetail.where import Where
 from dovetail_server.engine import ServedEngine
 from dovetail_server.parsers.reader import AnswerParser, GuardedParser, ParserChoice
@@ -110,23 +109,25 @@ def _matches(parser: ParserChoice, finds: Finds, template: str) -> bool:
     return bool(getattr(can, finds)) and any(all(text in template for text in texts) for texts in can.templates)
 
 
-def check_names(settings: ServerSettings) -> None:
-    """Raise `ConfigError` or `PluginError` if a setting names a parser that isn't installed."""
-    named = {finds: name for finds, setting in _SETTINGS.items() if (name := getattr(settings, setting)) not in (None, AUTO)}
-    if named:
-        known = KnownParsers(Registry.discover(enforce_require=False))
-        for finds, name in named.items():
-            known.named(finds, name)
+def check_names(settings: ServerSettings, registry: Registry) -> None:
+    """Raise `ConfigError` or `PluginError` if a setting names a parser that isn't in the registry."""
+    known = KnownParsers(registry)
+    for finds, name in named_parsers(settings).items():
+        known.named(finds, name)
+
+
+def named_parsers(settings: ServerSettings) -> dict[Finds, str]:
+    """Return the parsers that settings name."""
+    return {finds: name for finds, setting in _SETTINGS.items() if (name := getattr(settings, setting)) not in (None, AUTO)}
 
 
 class AnswerParsing:
     """The parsers named by the settings, or detected from the chat template."""
 
-    def __init__(self, engine: ServedEngine, settings: ServerSettings, registry: Registry | None = None) -> None:
-        """`registry`: by default that of the plugins that the engine's config admits. Raises `ConfigError` or `PluginError` for a name that isn't
+    def __init__(self, engine: ServedEngine, settings: ServerSettings, registry: Registry) -> None:
+        """`registry`: that of the plugins that the engine's config admits. Raises `ConfigError` or `PluginError` for a name that isn't
         known, and `ConfigError` if the parsers of several plugins match."""
-        selection = PluginSelection(allow=engine.info.allowed_plugins, deny=engine.info.denied_plugins)
-        self._known = KnownParsers(registry or Registry.discover(selection))
+        self._known = KnownParsers(registry)
         self._named: dict[Finds, ParserChoice | None] = {}  # `auto` has no entry
         for finds, setting in _SETTINGS.items():
             if (name := getattr(settings, setting)) != AUTO:
