@@ -112,7 +112,7 @@ def test_a_name_that_is_a_folder_too_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_with_more_ids_than_the_model_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="tokenizer dovetail-spelling:large has 5260 token ids, but the model only 1024"):
+    with pytest.raises(UnsupportedError, match="tokenizer dovetail-spelling:large has 5260 token ids, but the model only has 1024"):
         LLM(**SMALL, tokenizer="large")
 
 
@@ -152,7 +152,7 @@ def test_an_engine_reads_and_writes_with_it() -> None:
         assert 257 in llm.engine.eos_token_ids
         [chat] = llm.chat([USER], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
         assert list(chat.prompt_token_ids) == [256, 258, *b"Hi</s><assistant>", 257, 259]
-        with pytest.raises(RequestError, match="chat_template: tokenizer dovetail-spelling:bytes takes no template: it encodes conversations itself"):
+        with pytest.raises(RequestError, match="spelling:bytes can't be used with a chat template: it encodes conversations itself"):
             llm.chat([USER], chat_template="{{ messages }}")
         with pytest.raises(RequestError, match="chat_template_kwargs fast"):
             llm.chat([USER], chat_template_kwargs={"fast": True})
@@ -174,8 +174,8 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
     ("text", "says"),
     [
         ("stumble", "tokenizer dovetail-spelling:stumbles failed: ZeroDivisionError: a stone"),
-        ("beyond", "tokenizer dovetail-spelling:stumbles failed: ValueError: encode has an id of 500"),
-        ("special <s>", "tokenizer dovetail-spelling:stumbles made the special token '<s>' of a text"),
+        ("beyond", "tokenizer dovetail-spelling:stumbles failed: ValueError: encode has ids from 500"),
+        ("special <s>", "tokenizer dovetail-spelling:stumbles encoded a text as the special token '<s>'"),
     ],
 )
 def test_an_error_fails_the_request_alone_and_names_it(text: str, says: str) -> None:
@@ -189,7 +189,7 @@ def test_without_a_form_for_conversations_it_completes_text() -> None:
     with LLM(**SMALL, tokenizer="plain") as llm:
         with pytest.raises(RequestError, match=r"this model has no chat template: it completes text; use generate\(\)$"):
             llm.chat([USER])
-        with pytest.raises(RequestError, match="takes no template: it makes text of the special tokens in one"):
+        with pytest.raises(RequestError, match="can't be used with a chat template: it encodes a template's special tokens as text"):
             llm.chat([USER], chat_template="{{ messages }}")
 
 

@@ -181,7 +181,7 @@ def test_a_processor_that_cannot_forget_a_row_is_used_no_more(site: Site) -> Non
         assert seen(answers(engine, [0])[0]) == seen(expected[0])
         engine.add_request("late", TEXT, SamplingParams(**asked))
         (output,) = [output for _ in range(2) for output in engine.step()]
-        says = "is no longer used: it raised in update() as it had to forget a row: KeyError: 'never forgets'"
+        says = "is no longer used: it raised in update() when a row was removed: KeyError: 'never forgets'"
         assert says in str(output.outputs[0].stop_reason)
 
 

@@ -148,7 +148,7 @@ def test_one_that_says_it_can_be_captured_and_cannot_is_named() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processing, "Clip", Liar)
-        with pytest.raises(PluginError, match=r"logits processor t:clip declares cuda_graph, and can't be recorded: RuntimeError: operation not"):
+        with pytest.raises(PluginError, match=r"logits processor t:clip declares cuda_graph, but can't be recorded: RuntimeError: operation not"):
             bench_with("Shun", "Clip", graphs=True)
 
 

@@ -120,7 +120,7 @@ async def test_a_template_that_no_built_in_matches_finds_the_parser_of_a_plugin(
     answer = (await asked(fake("So", *CALL))).json()["choices"][0]
     assert (answer["finish_reason"], answer["message"]["content"]) == ("tool_calls", "So")
     assert answer["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    assert "parser dovetail-acme:calls is used: the chat template has its marks" in caplog.text
+    assert "using parser dovetail-acme:calls: the chat template has its marks" in caplog.text
     assert "parser dovetail-acme:broken isn't considered for `auto`" in caplog.text
 
 
@@ -139,7 +139,7 @@ async def test_two_plugins_that_match_are_refused_with_both_names(acme: Site, fa
     )
     refused = await asked(fake(CALL))
     assert refused.status_code == 400
-    assert "the parsers dovetail-acme:calls and dovetail-other:calls match it: name one with --tool-parser" in refused.text
+    assert "it matches the parsers dovetail-acme:calls and dovetail-other:calls: choose one with --tool-parser" in refused.text
     chosen = await asked(fake(CALL), named("dovetail-acme:calls"))
     assert chosen.json()["choices"][0]["finish_reason"] == "tool_calls"
     with pytest.raises(ConfigError, match="dovetail-acme:calls and dovetail-other:calls"):
@@ -213,7 +213,7 @@ async def test_a_parser_that_cannot_say_where_it_is_ends_no_answer(fake: Callabl
 async def test_a_form_of_calls_that_fails_refuses_the_demand(fake: Callable[..., FakeEngine]) -> None:
     refused = await asked(fake(CALL), named("forms"), tool_choice="required")
     assert refused.status_code == 400
-    assert "tool parser dovetail-acme:forms can't say how calls are written" in refused.text
+    assert "tool parser dovetail-acme:forms raised in call_form()" in refused.text
 
 
 @pytest.mark.usefixtures("acme")

@@ -1,9 +1,9 @@
 """Logits processor: changes the logits of requests that ask for it, before a token is sampled.
 
-An engine has those that `logits_processors` in `engine.yaml` lists, in that order. A request asks for some by name, each with arguments of its own:
-`SamplingParams(logits_processors={"dry": {"multiplier": 0.8}})`. In a step the order is: masks of grammars; the sampler's rules and penalties; the
-processors; the masks again; then temperature, filters and the draw. So a processor sees -inf for tokens that can't be sampled, and allows none of
-them. Log-probabilities are those of the unmodified logits.
+`logits_processors` in `engine.yaml` lists those of an engine, in the order in which they are applied. A request asks for some by name, with arguments
+for each: `SamplingParams(logits_processors={"dry": {"multiplier": 0.8}})`. A step applies the masks of grammars; the sampler's rules and penalties;
+the processors; the masks again; temperature and filters; and then draws a token. So a processor sees -inf for tokens that can't be sampled, and
+allows none of them. Log-probabilities are those of the unmodified logits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LogitsProcessorContext:
     device: str
     vocab_size: int
     history: RowHistory  # of all rows, on the device; only read
-    max_drafts: int = 0  # most that `Lines.ahead` is
+    max_drafts: int = 0  # most that `Lines.ahead` can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class ProcessedRow(NamedTuple):
 
 
 class LogitsProcessor(ABC):
-    """Created once per rank of the executor; called `prepare` first, then in each step `update` if rows change, and `apply` if any row of the step
-    has asked for this processor."""
+    """Created once per rank of the executor. `prepare` is called first; then in each step `update` if rows change, and `apply` if any row of the
+    step asks for this processor."""
 
     Arguments: ClassVar[type[BaseModel]] = NoOptions
-    """What a request may say to this processor. It is validated when the request arrives, where an error fails that request, with the pydantic
-    context {"encode": Callable[[str], list[int]]}, the tokenizer, or None without one. Validators may turn texts into ids with it. The result is
-    sent to the ranks as plain values (`model_dump`), and validated there again, without context: a model must accept its own values."""
+    """Model of a request's arguments. They are validated when the request arrives, with the pydantic context {"encode": Callable[[str], list[int]]},
+    the tokenizer (None without one); an error fails that request. Validators may turn texts into ids with it. The result is sent to the ranks as
+    plain values (`model_dump`) and validated there again, without context: a model must accept its own values."""
 
     capabilities: ClassVar[LogitsProcessorCapabilities] = LogitsProcessorCapabilities()
     options: BaseModel
@@ -80,9 +80,9 @@ class LogitsProcessor(ABC):
         """Change logits [n, vocab_size] float32 of `lines` [n] in place.
 
         Lines of rows that didn't ask, and of padding, are among them, and must stay bitwise as they are. The history of a line is
-        `context.history.token_ids[row, :length]`, with its `context.history.lengths(lines)`; what follows isn't known yet.
+        `context.history.token_ids[row, :length]`, where `length` is its entry of `context.history.lengths(lines)`; ignore what follows.
 
-        What a line gets is a function of its logits, its row's arguments and sampling, and this history: not of other lines or earlier calls. So
+        What a line gets depends only on its logits, its row's arguments and sampling, and this history, not on other lines or earlier calls. So
         rejected drafts, preemption and replays need no undo.
 
         A request ends with an error if the largest logit of its line isn't finite after the last processor and the masks, or if this raises and the

@@ -93,8 +93,8 @@ class StepFinished:
     accepted_drafts: tuple[int, ...] = ()  # of each of these rows
     graphs: tuple[str, ...] = ()  # kinds of the recorded graphs that the device replayed, in order, such as "decode": see `Result.graphs`
     page_copies: int = 0  # pages copied within the KV pool before the step: forks of samples, states of prefix hits
-    checkpoints: int = 0  # states of recurrent layers that it copied to checkpoints
-    adapter_loads: int = 0  # LoRA adapters that it copied from the host to a slot
+    checkpoints: int = 0  # states of recurrent layers copied to checkpoints
+    adapter_loads: int = 0  # LoRA adapters copied from the host to a slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Parser: finds tool calls or reasoning in the text of an answer. The server makes one for each answer, and feeds it as the text arrives.
+"""Parser: finds tool calls or reasoning in the text of an answer. The server creates one per answer, and feeds it the text as it arrives.
 
-Everything that a parser emits, added up, is a function of the whole text: it doesn't depend on how the text was cut into pieces. Text that is
+What a parser emits, concatenated, is a function of the whole text: it doesn't depend on how the text was cut into pieces. Text that is
 neither a call nor reasoning is content, and none of it is lost. This module doesn't need torch.
 """
 
@@ -53,21 +53,21 @@ Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """What a parser is told of its answer's request."""
+    """Values passed to a parser's constructor."""
 
-    # Those that the model may call, in OpenAI's chat format. They are the client's, so schemas may be wrong. Empty: no text is a call.
+    # Tools that the model may call, in OpenAI's chat format. They come from the client, so schemas may be wrong. Empty: no text is a call.
     tools: Sequence[Mapping[str, Any]] = ()
     starts_in_reasoning: bool = False  # the prompt ends with the mark that begins reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ParserCapabilities:
-    """What a parser finds, and how its format is recognised."""
+    """What a parser finds, and how its format is detected."""
 
     calls: bool = False  # it finds tool calls: `--tool-parser` may name it
     reasoning: tuple[str, str] | None = None  # the marks around reasoning, if it finds any: `--reasoning-parser` may name it
     special_tokens: bool = False  # its marks may be special tokens, so these are kept in the text
-    # Alternatives: a chat template of this format has all texts of one of them. `auto` finds the parser by them; empty: only its name does.
+    # Alternative groups: a chat template matches if it has all texts of one. `auto` selects the parser by them; empty: it must be named.
     templates: tuple[tuple[str, ...], ...] = ()
 
 
@@ -93,17 +93,17 @@ class ParserExample:
 
 
 class Parser(ABC):
-    """State of one answer's text. Made in each front end, `cls(options, ParserContext(…))`; called by one thread at a time, in which other answers
-    wait meanwhile.
+    """Parser of one answer's text. Made in each front end, as `cls(options, ParserContext(…))`; called by one thread at a time, which other answers
+    share.
 
     Time and memory are proportional to the length of the text. At most a little more than MAX_HELD characters are held back.
 
-    If both a reasoning parser and a tool parser are chosen, the content of the first is the text of the second. A parser that raises, or emits events
-    in a wrong order, is named in the log and replaced: the rest of its answer is content.
+    If the reasoning parser and the tool parser differ, the content of the first is the text of the second. A parser that raises, or emits events
+    in a wrong order, is named in the log and no longer used: the rest of its answer is content.
     """
 
     capabilities: ClassVar[ParserCapabilities] = ParserCapabilities()
-    # Some of what it finds, and of what only looks like it. The suite cuts and mixes them.
+    # Some of what it finds, and of text that only looks like it. The suite cuts and mixes them.
     examples: ClassVar[tuple[ParserExample, ...]] = ()
     options: BaseModel
 
@@ -132,5 +132,5 @@ class Parser(ABC):
 
     @classmethod
     def call_form(cls, template: str) -> CallForm | None:
-        """Return the form of calls under a chat template, which this parser must read; None: calls can't be constrained."""
+        """Return the form of calls with a chat template, which this parser must be able to read; None: calls can't be constrained."""
         return None

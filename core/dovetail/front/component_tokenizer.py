@@ -1,4 +1,4 @@
-"""`ComponentTokenizer`: a tokenizer that a plugin provides, as the front end uses it. What the plugin returns is checked, and errors name it."""
+"""`ComponentTokenizer`: adapts a plugin's tokenizer to the front end. It validates what the plugin returns, and errors name the plugin."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PROBE = ' {"a": [1, "ée\u0301漢 \n\U0001f600"]}'
 
 
 class ComponentTokenizer(Tokenizer):
-    """Reads the vocabulary once, when it is made, so that no text fails later. An error in `encode` fails the request whose text it is."""
+    """Reads the vocabulary once, at construction, so that decoding can't fail later. An error in `encode` fails only its request."""
 
     own: Component
 
     def __init__(self, ref: ComponentRef, directory: Path | str) -> None:
-        """`directory`: the model's files. Raises `PluginError` that names the component if it can't be made or describes itself wrongly, and any
+        """`directory`: the model's files. Raises `PluginError` that names the component if it can't be created or returns invalid values, and any
         `DovetailError` that it raises."""
         self.ref, self.name = ref, ref.name
         try:
@@ -36,20 +36,22 @@ class ComponentTokenizer(Tokenizer):
         try:
             self._vocabulary = tuple(self.own.vocabulary())
             if not self._vocabulary or not all(type(piece) is bytes for piece in self._vocabulary):
-                raise TypeError("vocabulary() must return bytes for each id, of one or more")
+                raise TypeError("vocabulary() must return bytes for each id, and have at least one id")
             self._special_ids = frozenset(self._known("special_ids", self.own.special_ids))
             self.eos_ids = tuple(self._known("eos_ids", self.own.eos_ids))
             before, after = self.own.around
             self._around = self._known("around", before), self._known("around", after)
             if self.own.capabilities.exact and self.decode(ids := self._known("encode", self.own.encode(_PROBE))) != _PROBE:
-                raise ValueError(f"it makes {_PROBE!r} {list(ids)}, whose bytes are {self.decode(ids)!r}: declare exact=False if it changes texts")
+                raise ValueError(
+                    f"it encodes {_PROBE!r} as {list(ids)}, which decode to {self.decode(ids)!r}: declare exact=False if it changes texts"
+                )
         except Exception as error:
             raise PluginError(f"tokenizer {self.name}: {describe(error)}") from error
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise `UnsupportedError` if the model has fewer ids than the tokenizer."""
         if self.vocab_size > vocab_size:
-            raise UnsupportedError(f"tokenizer {self.name} has {self.vocab_size} token ids, but the model only {vocab_size}: it is another model's")
+            raise UnsupportedError(f"tokenizer {self.name} has {self.vocab_size} token ids, but the model only has {vocab_size}: they don't match")
 
     @property
     def vocab_size(self) -> int:
@@ -69,8 +71,8 @@ class ComponentTokenizer(Tokenizer):
 
     @property
     def no_template(self) -> str:
-        why = "encodes conversations itself" if self.encodes_chats else "makes text of the special tokens in one"
-        return f"tokenizer {self.name} takes no template: it {why}"
+        why = "encodes conversations itself" if self.encodes_chats else "encodes a template's special tokens as text"
+        return f"tokenizer {self.name} can't be used with a chat template: it {why}"
 
     @property
     def encodes_chats(self) -> bool:
@@ -93,11 +95,11 @@ class ComponentTokenizer(Tokenizer):
         ids = self._encoded(lambda: self.own.encode(text))
         if not self._special_ids.isdisjoint(ids):
             special = self._vocabulary[next(token_id for token_id in ids if token_id in self._special_ids)]
-            raise RequestError(f"tokenizer {self.name} made the special token {special.decode(errors='replace')!r} of a text")
+            raise RequestError(f"tokenizer {self.name} encoded a text as the special token {special.decode(errors='replace')!r}")
         return ids
 
     def _encoded(self, encode: Callable[[], Sequence[int]]) -> list[int]:
-        """Return ids that the component makes. Raises `RequestError`, whatever the component raises."""
+        """Return the component's ids. Raises `RequestError`, whatever the component raises."""
         try:
             return self._known("encode", encode())
         except RequestError:
@@ -109,14 +111,14 @@ class ComponentTokenizer(Tokenizer):
             raise RequestError(f"tokenizer {self.name} failed: {describe(error)}") from error
 
     def _known(self, what: str, ids: Collection[int]) -> list[int]:
-        """Return ids as integers. Raises `TypeError` or `ValueError` for what is none."""
+        """Return ids as integers. Raises `TypeError` or `ValueError` for anything else, or ids outside the vocabulary."""
         known = [index(token_id) for token_id in ids]
         if known and not 0 <= min(known) <= max(known) < len(self._vocabulary):
-            raise ValueError(f"{what} has an id of {min(known)} to {max(known)}, expected ids from 0 to {len(self._vocabulary) - 1}")
+            raise ValueError(f"{what} has ids from {min(known)} to {max(known)}, expected ids from 0 to {len(self._vocabulary) - 1}")
         return known
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
-        raise RequestError(f"tokenizer {self.name} has no form for pairs of texts: give a template")
+        raise RequestError(f"tokenizer {self.name} can't encode pairs of texts: set pooling.template")
 
     @property
     def around(self) -> tuple[list[int], list[int]]:

@@ -1,6 +1,6 @@
-"""What changed between versions of the interfaces, and which older components still run: `CHANGES`, the one table of deprecations.
+"""`CHANGES`: the changes between versions of the interfaces, and which older components still run.
 
-The registry accepts or refuses components by it, `dovetail plugins doctor` prints its lines, and the page on versions shows it.
+The registry accepts or rejects components by this table, `dovetail plugins doctor` prints its lines, and the page on versions shows it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dovetail.api.component import API_VERSIONS, TARGET, Kind
 
 @dataclass(frozen=True, slots=True)
 class ApiChange:
-    """Step of one kind's interface from a version to the next. A component written for `before` runs unless `refused`: as it is if the interface
+    """Step of one kind's interface from a version to the next. A component written for `before` runs unless `refused`: unchanged if the interface
     only grew, otherwise through `bridge`, a function that takes its class and returns a subclass for `after`. Raises `ValueError` if refused and
     bridged."""
 
@@ -61,7 +61,7 @@ CHANGES: tuple[ApiChange, ...] = (
 
 
 def changes_since(kind: Kind, api: str) -> tuple[ApiChange, ...] | None:
-    """Return the steps from version `api` of a kind to this release's, in order. None if `api` is newer, or older than the table knows."""
+    """Return the steps from version `api` of a kind to this release's, in order. None if `api` is newer, or if the table has no such version."""
     steps: list[ApiChange] = []
     while api != API_VERSIONS[kind]:
         step = next((change for change in CHANGES if (change.kind, change.before) == (kind, api)), None)

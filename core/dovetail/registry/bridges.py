@@ -1,6 +1,6 @@
 """Bridges: each takes a component's class, written for an older version of its interface, and returns a subclass for the next one.
 
-Named in `dovetail.registry.api_changes`; imported where such a component is used, in workers too.
+`dovetail.registry.api_changes` names them. They are imported where such a component is used, also in workers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def attention_0_4(cls: Any) -> Any:
-    """Refuse layers of encoders, which a `reasons_against` written for 0.4 doesn't know."""
+    """Reject layers of encoders, which a `reasons_against` written for 0.4 doesn't know."""
 
     class Bridged(cls):  # type: ignore[misc]
         @classmethod
@@ -29,7 +29,7 @@ def attention_0_4(cls: Any) -> Any:
 
 
 def executor_0_6(cls: Any) -> Any:
-    """Give it no drafts of models with recurrent states, whose contents in such steps 0.6 didn't say."""
+    """Disable drafts for models with recurrent states: 0.6 didn't define these states in steps with drafts."""
 
     class Bridged(cls):  # type: ignore[misc]
         def start(self) -> Capacity:

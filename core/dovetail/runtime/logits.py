@@ -1,4 +1,4 @@
-"""`LogitsProcessors`: the logits processors of a rank. It knows which rows ask for which, and makes the function by which a sampler applies them."""
+"""`LogitsProcessors`: the logits processors of a rank. Tracks which rows ask for which, and makes the function with which a sampler applies them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LogitsProcessors:
     """Processors in the order in which they are applied, with the rows that ask for them."""
 
     def __init__(self, refs: Sequence[ComponentRef], vocab_size: int, rows: RowState, max_drafts: int) -> None:
-        """Make and prepare them. Raises `PluginError` that names the one that can't be."""
+        """Create and prepare the processors. Raises `PluginError` that names the one that failed."""
         self.names = tuple(ref.name for ref in refs)
         context = LogitsProcessorContext(str(rows.device), vocab_size, rows.history, max_drafts)
         self._made = tuple(_made(ref, context, rows.max_rows) for ref in refs)
@@ -44,7 +44,7 @@ class LogitsProcessors:
         self._all_ask = False
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> dict[int, str]:
-        """Tell the processors. Returns the rows of `added` that one of them rejected, and why: their tokens are worth nothing."""
+        """Pass changed rows to the processors. Returns the rows of `added` that one of them rejected, and why; ignore their tokens."""
         changed = [*removed, *(row for row, _ in added)]
         if not self._asks[changed].any() and not any(sampling.logits_processors for _, sampling in added):
             return {}
@@ -61,12 +61,12 @@ class LogitsProcessors:
         return refused
 
     def asked_by(self, host_rows: NDArray[np.int64]) -> Asks | None:
-        """Return what the rows [n] of a step's lines ask for; None if nothing."""
+        """Return which processors the rows [n] of a step's lines ask for; None if none."""
         asks = self._asks[host_rows] | self._all_ask
         return asks if asks.any() else None
 
     def can_capture(self, asks: Asks) -> bool:
-        """Return True if a graph applies all that a step asks for."""
+        """Return True if a graph applies all processors that a step asks for."""
         return not self._lost and bool(self._capturable[asks.any(0)].all())
 
     @property
@@ -75,8 +75,8 @@ class LogitsProcessors:
         return bool(self._capturable.any())
 
     def process(self, lines: Lines, asks: Asks, masked: torch.Tensor | None, words: torch.Tensor, failures: dict[int, str]) -> Process:
-        """Return the function that applies what a step asks for, and then the masks: `masked` [n] int64 are the lines' rows in `words`, or -1.
-        Processors that raise are put into `failures`, index -> reason; the rows that ask for them end."""
+        """Return the function that applies what a step asks for, then the masks: `masked` [n] int64 are the lines' rows in `words`, or -1.
+        Adds processors that raise to `failures`, index -> reason; the requests that ask for them end."""
         indices = np.flatnonzero(asks.any(0)).tolist()
         failures |= {index: reason for index, reason in self._lost.items() if index in indices}
         indices = [index for index in indices if index not in self._lost]
@@ -97,7 +97,7 @@ class LogitsProcessors:
 
     @contextmanager
     def asked_by_all(self) -> Iterator[Mapping[str, Mapping[str, Any]]]:
-        """Apply every processor in each step, to measure what memory it takes. Yields what rows should ask for: those whose arguments have
+        """Apply every processor in each step, to measure their memory. Yields what rows should ask for: the processors whose arguments have
         defaults."""
         self._all_ask = True
         try:
@@ -106,13 +106,13 @@ class LogitsProcessors:
             self._all_ask = False
 
     def _validated(self, index: int, asking: Sequence[tuple[int, RowSampling]]) -> tuple[list[ProcessedRow], dict[int, str]]:
-        """Return the rows with their arguments, and those whose arguments are invalid, which were valid on arrival."""
+        """Return the rows with their arguments, and the rows whose arguments are invalid here although they were valid on arrival."""
         rows, wrong, name = list[ProcessedRow](), dict[int, str](), self.names[index]
         for row, sampling in asking:
             try:
                 rows.append(ProcessedRow(row, self._made[index].Arguments.model_validate(thawed(sampling.logits_processors[name])), sampling))
             except Exception as error:
-                wrong[row] = f"logits processor {name} rejects its own arguments: {describe(error)}"
+                wrong[row] = f"logits processor {name} rejects arguments that it accepted on arrival: {describe(error)}"
                 logger.warning("ending a request: %s", wrong[row])
         return rows, wrong
 
@@ -136,9 +136,7 @@ class LogitsProcessors:
         return {row.row: self._lost[index] for row in rows}
 
     def _lose(self, index: int, error: Exception) -> None:
-        self._lost[index] = (
-            f"logits processor {self.names[index]} is no longer used: it raised in update() as it had to forget a row: {describe(error)}"
-        )
+        self._lost[index] = f"logits processor {self.names[index]} is no longer used: it raised in update() when a row was removed: {describe(error)}"
         logger.error(self._lost[index], exc_info=error)
 
     def _process(
@@ -159,7 +157,7 @@ class LogitsProcessors:
                 self._made[index].apply(logits, own)
             except Exception as error:
                 if failures is None:
-                    raise PluginError(f"logits processor {name} declares cuda_graph, and can't be recorded: {describe(error)}") from error
+                    raise PluginError(f"logits processor {name} declares cuda_graph, but can't be recorded: {describe(error)}") from error
                 failures[index] = f"logits processor {name} raised in apply(): {describe(error)}"
                 logger.warning("ending requests: %s", failures[index], exc_info=error)
         if masked is not None:

@@ -1,4 +1,4 @@
-"""CUDA graphs played on the CPU: `Recording` keeps operations and runs them again; `nothing_asked` finds what would make a host wait for its GPU."""
+"""CUDA graphs simulated on the CPU: `Recording` records and replays operations; `nothing_asked` finds operations that synchronize with the device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recording(_Mode):  # type: ignore[no-untyped-call]
-    """Records every operation while it is active, with the tensors that it reads and writes. A replay runs them on these tensors again, so that it
-    depends on their content at that time, and on nothing else: numbers that the host knew are those of the recording."""
+    """Records every operation while active, with the tensors that it reads and writes. A replay runs the operations on the same tensors again, so it
+    depends only on their present content; numbers on the host stay as recorded."""
 
     def __init__(self) -> None:
         super().__init__()

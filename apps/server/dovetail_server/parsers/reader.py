@@ -19,7 +19,7 @@ logger = logging.getLogger("dovetail.server")
 class ParserChoice:
     """A parser that answers may use."""
 
-    name: str  # as people know it: "hermes", "dovetail-acme:acme"
+    name: str  # as users write it: "hermes", "dovetail-acme:acme"
     component: type[Parser]
     options: BaseModel
     was_found: bool = False  # the log says that a chat template matches it
@@ -30,14 +30,14 @@ class ParserChoice:
         return self.component.capabilities
 
     def report(self, error: BaseException, what: str) -> None:
-        """Log an error of this parser, the first one only."""
+        """Log the first error of this parser; ignore further ones."""
         if not self.has_failed:
             self.has_failed = True
             logger.error("parser %s failed, %s: %s", self.name, what, describe(error), exc_info=error)
 
 
 class GuardedParser:
-    """A parser of one answer, until it raises, or emits events in a wrong order: then the text since the last event, and all further text, is
+    """Wraps the parser of one answer. If it raises, or emits events in a wrong order, the text since the last event and all further text are
     content."""
 
     def __init__(self, choice: ParserChoice, context: ParserContext) -> None:
@@ -60,7 +60,7 @@ class GuardedParser:
         return self._is("in_call") or self._was_in_call
 
     def feed(self, text: str) -> Sequence[Event]:
-        """See `Parser.feed`. Raises nothing, as the other methods."""
+        """See `Parser.feed`. Like the other methods, raises nothing."""
         parser = self._parser
         if parser is None:
             return (Content(text),) if text else ()
@@ -111,12 +111,12 @@ def _checked(events: Sequence[Event], calls: int) -> int:
                 continue
             case ToolCallArguments(index, str()) if index == calls - 1 >= 0:
                 continue
-        raise ValueError(f"it emitted {event!r:.200} after the beginning of {calls} calls")
+        raise ValueError(f"it emitted {event!r:.200} after {calls} calls had begun")
     return calls
 
 
 class AnswerParser:
-    """The parsers of one answer. The content of one is the text of the next."""
+    """The parsers of one answer, chained: the content of one is the text of the next."""
 
     def __init__(self, stages: Sequence[GuardedParser], *, reasons: bool) -> None:
         """`reasons`: the first detects reasoning."""

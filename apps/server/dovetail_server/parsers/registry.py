@@ -32,7 +32,7 @@ _SETTINGS: Mapping[Finds, str] = {"calls": "tool_parser", "reasoning": "reasonin
 
 @dataclass(frozen=True, slots=True)
 class ChosenParsers:
-    """The parsers of a request; None where there is none. The same one may do both."""
+    """The parsers of a request, or None. One parser may find both."""
 
     calls: ParserChoice | None
     reasoning: ParserChoice | None
@@ -68,25 +68,25 @@ class KnownParsers:
         if not getattr(parser.capabilities, finds):
             able = [one.name for one in (*self._built_ins, *self._of_plugins()) if getattr(one.capabilities, finds)]
             what = "tool calls" if finds == "calls" else "reasoning"
-            raise ConfigError(where.says(f"parser {parser.name} finds no {what}; those that do are {', '.join(able)}"))
+            raise ConfigError(where.says(f"parser {parser.name} doesn't find {what}; parsers that do: {', '.join(able)}"))
         return parser
 
     def matching(self, finds: Finds, template: str) -> ParserChoice | None:
-        """Return the parser that matches a chat template: the first built-in, or otherwise that of a plugin. Raises `ConfigError` if those of
-        several plugins do."""
+        """Return the parser that matches a chat template: the first built-in one, otherwise a plugin's. Raises `ConfigError` if parsers of several
+        plugins match."""
         if (built_in := next((one for one in self._built_ins if _matches(one, finds, template)), None)) is not None or not template:
             return built_in
         others = [one for one in self._of_plugins() if _matches(one, finds, template)]
         if len(others) > 1:
             setting, names = _SETTINGS[finds], " and ".join(one.name for one in others)
-            raise ConfigError(f"chat_template: the parsers {names} match it: name one with --{setting.replace('_', '-')}, or null for none")
+            raise ConfigError(f"chat_template: it matches the parsers {names}: choose one with --{setting.replace('_', '-')}, or null for none")
         if others and not others[0].was_found:
             others[0].was_found = True
-            logger.info("parser %s is used: the chat template has its marks", others[0].name)
+            logger.info("using parser %s: the chat template has its marks", others[0].name)
         return others[0] if others else None
 
     def _of_plugins(self) -> Sequence[ParserChoice]:
-        """Return the parsers of installed plugins, imported now. One that can't be used without being named is left out, and logged."""
+        """Return the parsers of installed plugins, imported now. One that can't be imported, or has required options, is skipped and logged."""
         if self._others is None:
             self._others = []
             for component in self._registry.components("parser"):
@@ -125,8 +125,8 @@ class AnswerParsing:
     """The parsers named by the settings, or detected from the chat template."""
 
     def __init__(self, engine: ServedEngine, settings: ServerSettings, registry: Registry) -> None:
-        """`registry`: that of the plugins that the engine's config admits. Raises `ConfigError` or `PluginError` for a name that isn't
-        known, and `ConfigError` if the parsers of several plugins match."""
+        """`registry`: that of the plugins that the engine's config admits. Raises `ConfigError` or `PluginError` for an unknown
+        name, and `ConfigError` if the parsers of several plugins match."""
         self._known = KnownParsers(registry)
         self._named: dict[Finds, ParserChoice | None] = {}  # `auto` has no entry
         for finds, setting in _SETTINGS.items():
@@ -195,7 +195,7 @@ def call_rule(parser: ParserChoice, template: str, tools: Sequence[Tool], *, req
         structures = [] if form is None else [_structure(form, *tool) for tool in tools]
     except Exception as error:  # the plugin's
         parser.report(error, "and its calls can't be constrained")
-        raise ValueError(f"tool parser {parser.name} can't say how calls are written: {describe(error)}") from error
+        raise ValueError(f"tool parser {parser.name} raised in call_form(): {describe(error)}") from error
     if form is None:
         raise ValueError(f"calls in the format of tool parser {parser.name} can't be constrained to a schema")
     if not form.marked and not required:
