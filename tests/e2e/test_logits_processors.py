@@ -201,6 +201,8 @@ WRONG: list[tuple[Any, str]] = [
     ({"shun": {"spare": [{}]}}, "logits_processors.shun.spare"),
     ({"clip": {}}, "logits_processors.clip.width: "),
     ({"faulty": {"own": "x"}}, "logits_processors.faulty.own: "),
+    ({"faulty": {"own": "unplain"}}, "logits_processors.faulty: it can't be sent to the ranks: "),
+    ({"shun": {"spare": frozenset({float("inf")})}}, "logits_processors.shun.spare.0 must be a finite number"),
     ({"shun": {"spare": ["x" * 70_000]}}, "logits_processors: all items and characters in it must be at most 65536"),
     ("shun", "logits_processors must map names"),
     (["shun"], "logits_processors must map names"),

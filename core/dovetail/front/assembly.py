@@ -71,7 +71,7 @@ def validated_arguments(model: type[BaseModel], given: Mapping[str, Any], name: 
     plain = thawed(given)
     if (place := _not_finite(plain, name)) is not None:
         raise RequestError(f"{place} must be a finite number")
-    values: Mapping[str, Any] = frozen(validated(model, plain, name, context).model_dump(mode="json", by_alias=True))
+    values = _dumped(validated(model, plain, name, context), name)
     validated(model, thawed(values), name)
     return values
 
@@ -80,14 +80,21 @@ def _not_finite(value: Any, place: str) -> str | None:
     """Return where in plain values a number is NaN or infinite; None if nowhere."""
     if isinstance(value, float):
         return None if math.isfinite(value) else place
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | frozenset) else ()
     return next((found for key, inner in inside if (found := _not_finite(inner, f"{place}.{key}")) is not None), None)
 
 
 def validated_extra_args(model: type[BaseModel], given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of `given` with the model's values, read-only. Raises as `validated`."""
-    checked = validated(model, given, "extra_args")
-    values: Mapping[str, Any] = frozen(checked.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    return _dumped(validated(model, given, "extra_args"), "extra_args", exclude_unset=True)
+
+
+def _dumped(checked: BaseModel, name: str, **options: Any) -> Mapping[str, Any]:
+    """Return a model's values as plain ones, read-only. Raises `RequestError` if it has others, or its serializers raise."""
+    try:
+        values: Mapping[str, Any] = frozen(checked.model_dump(mode="json", by_alias=True, **options))
+    except Exception as error:
+        raise RequestError(f"{name}: it can't be sent to the ranks: {describe(error)}") from error
     return values
 
 

@@ -198,7 +198,8 @@ def test_breakers_are_encoded_when_a_request_arrives() -> None:
         for key in keys
         for value in (-2, math.nan, math.inf, "1", None, 2**70)
     ]
-    + [(XtcArguments, {key: value}) for key in ("threshold", "probability") for value in (-0.1, 1.1, math.nan, "1", None)],
+    + [(XtcArguments, {key: value}) for key in ("threshold", "probability") for value in (-0.1, 1.1, math.nan, "1", None)]
+    + [(TopNSigmaArguments, {"n": 1e-300}), (XtcArguments, {"threshold": 1e-300})],  # 0.0 as float32
 )
 def test_a_number_that_makes_no_sense_is_refused(model: type[BaseModel], wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

@@ -13,7 +13,7 @@ from dovetail_samplers_extra.records import Record, Recorded, total
 class TopNSigmaArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    n: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False, strict=True, description="Standard deviations below the largest logit.")
+    n: float = Field(1.0, ge=1e-6, le=1000, allow_inf_nan=False, strict=True, description="Standard deviations below the largest logit.")
 
 
 class TopNSigma(Recorded):

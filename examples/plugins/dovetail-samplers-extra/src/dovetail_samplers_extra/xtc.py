@@ -18,7 +18,7 @@ class XtcArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     threshold: float = Field(
-        0.1, gt=0, le=1, allow_inf_nan=False, strict=True, description="Probability, at temperature 1, from which a token is a top choice."
+        0.1, ge=1e-9, le=1, allow_inf_nan=False, strict=True, description="Probability, at temperature 1, from which a token is a top choice."
     )
     probability: float = Field(0.5, ge=0, le=1, allow_inf_nan=False, strict=True, description="How often top choices are removed.")
 
