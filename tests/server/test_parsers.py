@@ -457,10 +457,12 @@ def test_each_call_has_an_id_of_its_own_that_its_template_takes() -> None:
     text = '<tool_call>{"name":"f"}</tool_call>' * 9
     ids = [event.id for event in events_of([text], "hermes") if isinstance(event, ToolCallStart)]
     assert len(set(ids)) == 9
-    events = events_of(["[TOOL_CALLS]f{}[TOOL_CALLS]g[CALL_ID]abc123[ARGS]{}"], "mistral")
-    made, given_id = (event.id for event in events if isinstance(event, ToolCallStart))
+    given_twice = "[TOOL_CALLS]g[CALL_ID]abc123[ARGS]{}" * 2
+    events = events_of(["[TOOL_CALLS]f{}" + given_twice], "mistral")
+    made, given_id, other = (event.id for event in events if isinstance(event, ToolCallStart))
     assert re.fullmatch("[A-Za-z0-9]{9}", made)
     assert given_id == "abc123"
+    assert re.fullmatch("[A-Za-z0-9]{9}", other), "the model has used the id before"
 
 
 # Our own words, with all the marks of Mistral Small 3's template.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -56,6 +56,14 @@ class Odd(HermesCalls):
     def finish(self):
         return ["the end"]
 
+class Halves(HermesCalls):
+    def feed(self, text):
+        return [Content(text + "\\ud800")]
+
+class Twins(HermesCalls):
+    def feed(self, text):
+        return [ToolCallStart(index, "one", "f") for index in range(2)]
+
 class Yields(HermesCalls):
     def feed(self, text):
         yield from super().feed(text)
@@ -84,7 +92,7 @@ class Brackets(HermesCalls):
             return [Reasoning(text)] if self.inside else super().feed(text)
         return []
 """
-NAMES = ("Calls", "Raises", "Exits", "Repeats", "Odd", "Yields", "Flags", "Forms", "Brackets")
+NAMES = ("Calls", "Raises", "Exits", "Repeats", "Odd", "Halves", "Twins", "Yields", "Flags", "Forms", "Brackets")
 SPECS = [f'kind="parser", name="{name.lower()}", target="acme_parsers:{name}", options="acme_parsers:Options"' for name in NAMES]
 BROKEN = 'kind="parser", name="broken", target="nowhere:At"'
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -175,12 +183,15 @@ async def test_a_name_is_found_as_that_of_any_component(
     ("parser", "text", "content"),
     [
         ("raises", "Ah <tool!" + CALL, "Ah <tool!" + CALL),
+        ("raises", ("Ah <tool", "!", CALL), "Ah <tool!" + CALL),
+        ("halves", "Ah", "Ah"),
+        ("twins", "Ah", "Ah"),
         ("exits", "Ah! " + CALL, "Ah! " + CALL),
         ("odd", "Ah", "Ah"),
     ],
 )
 async def test_the_answer_of_a_parser_that_fails_is_content_from_there_and_the_log_names_it_once(
-    parser: str, text: str, content: str, fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+    parser: str, text: Sequence[str], content: str, fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = fake(*text)
     async with serving(engine, named(parser)) as url, httpx.AsyncClient(base_url=url) as http:

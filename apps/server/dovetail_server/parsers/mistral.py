@@ -44,6 +44,7 @@ class MistralCalls(CallParser):
         super().__init__(options, context)
         self._in_array = False  # of the older format
         self._value: JsonValue | None = None  # current arguments, in the newer format
+        self._ids: set[str] = set()  # that the model has written
 
     @classmethod
     def call_form(cls, template: str) -> CallForm:
@@ -107,7 +108,9 @@ class MistralCalls(CallParser):
             end = stranger.start() if stranger else end
             self.refuse(text[pos:end])
             return end
-        self._events.append(ToolCallStart(self.index, head[2] or self.new_id(), head[1]))
+        call_id = self.new_id() if head[2] is None or head[2] in self._ids else head[2]  # it may repeat one
+        self._ids.add(call_id)
+        self._events.append(ToolCallStart(self.index, call_id, head[1]))
         self.lead = ""
         self._value = JsonValue("{")
         self._state = type(self).arguments

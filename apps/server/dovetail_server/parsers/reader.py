@@ -37,14 +37,14 @@ class ParserChoice:
 
 
 class GuardedParser:
-    """Wraps the parser of one answer. If it raises, or emits events in a wrong order, the text since the last event and all further text are
-    content."""
+    """Wraps the parser of one answer. If it raises, or emits events that aren't allowed, the text after that of the last event and all
+    further text are content."""
 
     def __init__(self, choice: ParserChoice, context: ParserContext) -> None:
         self._choice = choice
         self._parser: Parser | None = None
-        self._unread: list[str] = []  # text since the last event
-        self._calls = 0  # that have begun
+        self._unread: list[str] = []  # text after that of the last event
+        self._ids: set[str] = set()  # of calls that have begun
         self._was_in_call = False  # when it failed
         try:
             self._parser = choice.component(choice.options, context)
@@ -67,11 +67,11 @@ class GuardedParser:
         self._unread.append(text)
         try:
             events = tuple(parser.feed(text))
-            self._calls = _checked(events, self._calls)
+            _check(events, self._ids)
         except (Exception, SystemExit) as error:
             return self._give_up(error)
         if events:
-            self._unread.clear()
+            self._unread = [_after("".join(self._unread), events)]
         return events
 
     def finish(self) -> Sequence[Event]:
@@ -80,7 +80,7 @@ class GuardedParser:
             return ()
         try:
             events = tuple(self._parser.finish())
-            self._calls = _checked(events, self._calls)
+            _check(events, self._ids)
         except (Exception, SystemExit) as error:
             return self._give_up(error)
         return events
@@ -100,19 +100,30 @@ class GuardedParser:
         return (Content(text),) if text else ()
 
 
-def _checked(events: Sequence[Event], calls: int) -> int:
-    """Return how many calls have begun after some events. Raises `ValueError` for one that isn't allowed there."""
+def _check(events: Sequence[Event], ids: set[str]) -> None:
+    """Add the ids of calls that begin to those before. Raises `ValueError` for an event that isn't allowed there, and for text that isn't Unicode."""
     for event in events:
         match event:
-            case Content(str()) | Reasoning(str()):
+            case Content(str(text)) | Reasoning(str(text)):
+                text.encode()
                 continue
-            case ToolCallStart(index, str(id), str(name)) if index == calls and id and name:
-                calls += 1
+            case ToolCallStart(index, str(id), str(name)) if index == len(ids) and id and id not in ids and name:
+                (id + name).encode()
+                ids.add(id)
                 continue
-            case ToolCallArguments(index, str()) if index == calls - 1 >= 0:
+            case ToolCallArguments(index, str(text)) if index == len(ids) - 1 >= 0:
+                text.encode()
                 continue
-        raise ValueError(f"it emitted {event!r:.200} after {calls} calls had begun")
-    return calls
+        raise ValueError(f"it emitted {event!r:.200} after the beginning of {len(ids)} calls")
+
+
+def _after(text: str, events: Sequence[Event]) -> str:
+    """Return what follows the content in a text, which a parser holds back; nothing after other events, as marks may follow these."""
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    if text.startswith(content) and all(isinstance(event, Content) for event in events):
+        return text[len(content) :]
+    last = events[-1]
+    return text.rpartition(last.text)[2] if isinstance(last, Content) and last.text in text else ""
 
 
 class AnswerParser:
