@@ -245,7 +245,7 @@ class EngineConfig(BaseModel):
         BeforeValidator(_as_tokenizer),
         PlainSerializer(lambda value: {"name": value.name, **value.options} if isinstance(value, ComponentChoice) else value),
     ] = None
-    """Another tokenizer than the model's own: that of another model, named like `model`, or an installed component, by name or as a mapping with its
+    """A tokenizer other than the model's own: that of another model, named like `model`, or an installed component, by name or as a mapping with its
     options."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"

@@ -192,7 +192,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"shunn": {}}, "logits_processors: this engine has no 'shunn'; it has: dovetail-processing:shun, dovetail-processing:clip"),
     ({"dovetail-other:shun": {}}, "logits_processors: this engine has no 'dovetail-other:shun'; it has"),
     (MANY, "logits_processors: this engine has no 'p0'"),
-    ({"shun": {}, "dovetail-processing:shun": {}}, "logits_processors: dovetail-processing:shun is named twice, in full and in short"),
+    ({"shun": {}, "dovetail-processing:shun": {}}, "logits_processors: dovetail-processing:shun is named twice, by its full and its short name"),
     ({"shun": {"amount": "1"}}, "logits_processors.shun.amount: expected a valid number, got '1'"),
     ({"shun": {"amount": float("nan")}}, "logits_processors.shun.amount must be a finite number"),
     ({"shun": {"amount": float("inf")}}, "logits_processors.shun.amount must be a finite number"),
@@ -224,7 +224,7 @@ def test_wrong_requests_are_refused_by_name(site: Site) -> None:
         for nothing in (None, {}):
             (output,) = llm.generate("A", SamplingParams(max_tokens=1, logits_processors=nothing))
             assert output.outputs[0].token_ids
-    with LLM("demo", max_model_len=64) as llm, pytest.raises(RequestError, match="no 'shun'; it has none: list them at `logits_processors`"):
+    with LLM("demo", max_model_len=64) as llm, pytest.raises(RequestError, match="no 'shun'; it has none: list them in `logits_processors`"):
         llm.generate("A", SamplingParams(logits_processors={"shun": {}}))
 
 

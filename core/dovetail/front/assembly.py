@@ -55,8 +55,8 @@ logger = logging.getLogger("dovetail")
 
 
 def validated(model: type[BaseModel], values: Any, name: str, context: Mapping[str, Any] | None = None) -> BaseModel:
-    """Return `values` as the model has them. Raises `RequestError` with the key below `name` and the value, whatever the model's validators raise.
-    `context`: for these."""
+    """Return `values` validated by the model. Raises `RequestError` with the key below `name` and the value, whatever the model's validators raise.
+    `context`: passed to the validators."""
     try:
         return model.model_validate(values, context=context)
     except ValidationError as error:
@@ -77,7 +77,7 @@ def validated_arguments(model: type[BaseModel], given: Mapping[str, Any], name: 
 
 
 def _not_finite(value: Any, place: str) -> str | None:
-    """Return where in plain values a number is NaN or infinite; None if nowhere."""
+    """Return the place of a number that is NaN or infinite; None if there is none."""
     if isinstance(value, float):
         return None if math.isfinite(value) else place
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | frozenset) else ()
@@ -226,7 +226,7 @@ class Assembly:
         return replace(sampling, extra_args=validated_extra_args(self.extra_args_model, params.extra_args))
 
     def _processors_asked(self, given: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-        """Return the arguments of logits processors, by full name, as their own models have them. Raises `RequestError`."""
+        """Return the arguments of logits processors, by full name, validated by their own models. Raises `RequestError`."""
         asked, context = {}, {"encode": self._encode}
         for name, full in full_names(given, tuple(self.logits_processors)).items():
             model = self.logits_processors[full]

@@ -332,12 +332,12 @@ def full_names(asked: Iterable[str], known: Sequence[str]) -> dict[str, str]:
     for name in asked:
         meant = [full for full in known if name in (full, full.partition(":")[2])]
         if not meant:
-            theirs = f"it has: {', '.join(known)}" if known else "it has none: list them at `logits_processors` in engine.yaml"
+            theirs = f"it has: {', '.join(known)}" if known else "it has none: list them in `logits_processors` of engine.yaml"
             raise RequestError(f"logits_processors: this engine has no {shown(name)}; {theirs}")
         if len(meant) > 1:
-            raise RequestError(f"logits_processors: {shown(name)} may be {' or '.join(meant)}: give the full name")
+            raise RequestError(f"logits_processors: {shown(name)} is ambiguous, it may be {' or '.join(meant)}: give the full name")
         if meant[0] in found.values():
-            raise RequestError(f"logits_processors: {meant[0]} is named twice, in full and in short")
+            raise RequestError(f"logits_processors: {meant[0]} is named twice, by its full and its short name")
         found[name] = meant[0]
     return found
 

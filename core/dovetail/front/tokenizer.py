@@ -1,5 +1,5 @@
-"""A model's tokenizer: text to token ids and back. `Tokenizer` is what the front end asks of one; `TransformersTokenizer` covers those of
-transformers, `dovetail.front.component_tokenizer` a component's."""
+"""A model's tokenizer: text to token ids and back. `Tokenizer` is the front end's interface. `TransformersTokenizer` wraps tokenizers of
+transformers, `dovetail.front.component_tokenizer` those of plugins."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TokenizedText:
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. `own`: the object that does it, of transformers or of a plugin. `backend`: the `tokenizers.Tokenizer` behind it,
-    if there is one."""
+    """Text to token ids and back. `own`: the wrapped object, of transformers or of a plugin. `backend`: its `tokenizers.Tokenizer`, if it has
+    one."""
 
     own: Any
     backend: Any = None
@@ -71,7 +71,7 @@ class Tokenizer(ABC):
 
     @property
     def bytes_of(self) -> Callable[[int], bytes] | None:
-        """Returns the bytes of an id, if the text of tokens is their bytes, one after the other; None for other tokenizers."""
+        """Function from an id to its bytes, if tokens are decoded by concatenating their bytes; None for other tokenizers."""
         return None
 
     @property
@@ -86,11 +86,11 @@ class Tokenizer(ABC):
 
     @property
     def no_template(self) -> str | None:
-        """The reason why it takes no chat template; None: it does."""
+        """The reason why it can't be used with a chat template; None if it can."""
         return None
 
     def use_chat_template(self, text: str) -> None:
-        """Take this chat template instead of all of the model's own. Raises `ConfigError` if it takes none."""
+        """Replace the model's chat templates by this one. Raises `ConfigError` if the tokenizer can't be used with one."""
         raise ConfigError(f"chat_template: {self.no_template}")
 
     @property
@@ -100,17 +100,17 @@ class Tokenizer(ABC):
 
     @property
     def encodes_chats(self) -> bool:
-        """True if `encode_chat` takes the place of chat templates."""
+        """True if `encode_chat` replaces chat templates."""
         return False
 
     @property
     def marks(self) -> str:
-        """A text with the marks of the format of conversations, by which servers choose parsers: the chat templates."""
+        """Text with the marks of the conversation format, by which servers choose parsers: the chat templates."""
         return "\n".join(self.chat_templates.values())
 
     @property
     def has_chats(self) -> bool:
-        """True if conversations can be made into prompts without another template."""
+        """True if conversations can be encoded without a template from the caller."""
         return self.encodes_chats or bool(self.chat_templates)
 
     def encode_chat(self, chat: Chat) -> list[int]:
@@ -138,7 +138,7 @@ class Tokenizer(ABC):
 
     @property
     def truncates_left(self) -> bool:
-        """True if texts that are too long lose their beginning rather than their end."""
+        """True if long texts are truncated at their beginning rather than at their end."""
         return False
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Tokenizer(ABC):
 
 
 class TransformersTokenizer(Tokenizer):
-    """A thin cover of a tokenizer of transformers; `backend` is None for one written in Python."""
+    """Thin wrapper of a tokenizer of transformers; `backend` is None for one written in Python."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.own = tokenizer

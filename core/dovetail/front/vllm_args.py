@@ -214,7 +214,7 @@ def _speculation(name: str) -> Argument:
 
 
 def _processors(name: str) -> Argument:
-    """Names of plugins, as here; vLLM's are classes, or their paths."""
+    """Accept names of plugins; reject vLLM's classes and their paths."""
 
     def becomes(value: Any) -> Mapping[str, Any] | None:
         given = list(value) if isinstance(value, list | tuple) else [value]
@@ -362,7 +362,7 @@ _ROWS = (
         "auto",
         "hf",
         why="the tokenizer is transformers'",
-        otherwise="only auto is there; `tokenizer` names others",
+        otherwise="only auto is supported; `tokenizer` names others",
         refused="mistral",
     ),
     _never_matters("skip_tokenizer_init", True, "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without"),

@@ -22,7 +22,7 @@ def update_rows(
     instead: Callable[[int], Row] | None = None,
 ) -> dict[int, str]:
     """Call `update`, a method of `owner`; if it raises, call it for each row alone. Returns the rows that it rejected, and why. They are started with
-    `instead`, so that the step can be computed, or without it removed; their tokens are worth nothing.
+    `instead`, so that the step can be computed, or without it removed; ignore their tokens.
 
     Raises the owner's error if it rejects even that.
     """

@@ -43,7 +43,7 @@ Replay = Callable[[], object]
 
 
 class LogitsProcessorSuite(Suite):
-    """`arguments`: examples of what requests say to the processor, each as a mapping; default: one of nothing, for the defaults. At least one must
+    """`arguments`: example arguments of requests, each a mapping; default: one empty mapping, for the defaults. At least one must
     change logits after repetitive texts of letters. Texts are encoded by a tokenizer whose tokens are the bytes. Runs on `device`: by default a GPU
     if available, otherwise the CPU. Processors must support both."""
 
@@ -95,7 +95,7 @@ class LogitsProcessorSuite(Suite):
     def test_bad_arguments(self) -> None:
         """An invalid value of an argument was accepted, and `update` or `apply` raised, other rows changed, or the largest logit wasn't finite
         afterwards; or `Arguments` raised something else than `ValueError`. Give each field a strict type and a range, refuse NaN and inf
-        (`allow_inf_nan=False`), and bound the length of lists. Without a tokenizer ({"encode": None}) refuse texts."""
+        (`allow_inf_nan=False`), and bound the length of lists. Without a tokenizer ({"encode": None}) reject texts."""
         fine = [Asking(line.logits, line.sampling, line.prompt, line.output) for line in self.lines(drafts=False)[0][:2]]
         expected = self.bench(fine).apply()
         for field, key in ((field, info.alias or field) for field, info in self.model.model_fields.items()):
@@ -139,7 +139,7 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.examples", since="0.1")
     def test_examples(self) -> None:
-        """The examples of the suite change no logit, so that it proves nothing: set `arguments`, a list of mappings. Or the largest logit isn't
+        """The examples of the suite change no logit, so the suite proves nothing: set `arguments`, a list of mappings. Or the largest logit isn't
         finite afterwards, which ends the request with an error."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
@@ -150,13 +150,13 @@ class LogitsProcessorSuite(Suite):
     @check("logits_processor.banned", since="0.1")
     def test_banned(self) -> None:
         """A logit of -inf was raised. Such a token can't be sampled, by the request's rules or its grammar; add to logits, or use `masked_fill` with
-        -inf, but set none to a value of your own."""
+        -inf, but don't assign other values."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         bench.logits[:, ::3] = -torch.inf
         raised = (bench.apply() != -torch.inf) & (bench.logits == -torch.inf)
         for line, tokens in zip(lines, raised, strict=True):
-            require(not tokens.any(), f"{said(line)}: the logit of token {int(tokens.int().argmax())}, which was -inf, isn't any more")
+            require(not tokens.any(), f"{said(line)}: the logit of token {int(tokens.int().argmax())}, which was -inf, was changed")
 
     @check("logits_processor.others", since="0.1")
     def test_others(self) -> None:
@@ -204,7 +204,7 @@ class LogitsProcessorSuite(Suite):
     @check("logits_processor.lines", since="0.1")
     def test_lines(self) -> None:
         """A line after drafts doesn't get what a row gets whose output ends with these, bit for bit. The drafts are in the history, after
-        `num_tokens`; `history.lengths(lines)` says how many tokens a line follows, and less `prompt_lens` it is the output position."""
+        `num_tokens`; `history.lengths(lines)` is the number of tokens before a line; minus `prompt_lens` it is the output position."""
         lines, places = self.lines()
         own = [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
         require_same(lines, self.bench(lines, places).apply(), self.bench(own).apply(), "compared with a row that ends with the drafts")
@@ -241,7 +241,7 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.preemption", since="0.1")
     def test_preemption(self) -> None:
-        """A request that was preempted, and came back in another row with the history rebuilt, got other logits."""
+        """A request that was preempted and resumed in another row, with its history rebuilt, got other logits."""
         lines, _ = self.lines(drafts=False)
         count = len(lines)
         bench = self.bench([*lines, *(replace(line, arguments=None, prompt=(1,), output=()) for line in lines)])
@@ -255,7 +255,7 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.reused_rows", since="0.1")
     def test_reused_rows(self) -> None:
-        """`update` kept something of a row's former request, raised for an unknown row, or didn't start rows that are both removed and added.
+        """`update` kept state of a row's previous request, raised for an unknown row, or didn't start rows that are both removed and added.
         Removals come first. It may also be called again with the same rows, after an error in another row."""
         lines, places = self.lines()
         rows = sorted(set(places))
@@ -278,7 +278,7 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The history, `lines`, a row's arguments or the list of rows was changed, where only `logits` may be."""
+        """The history, `lines`, a row's arguments or the list of rows was changed, but only `logits` may be."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         logits, given = bench.batch()

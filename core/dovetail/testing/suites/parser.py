@@ -93,23 +93,23 @@ class ParserSuite(Suite):
 
     @check("parser.examples", since="0.1")
     def test_it_finds_what_its_examples_say(self) -> None:
-        """An example was parsed as something else than it says; or the class lacks examples: of a call with arguments, of reasoning with content
-        after it, each if it finds them, and of text that is only content; or it declares neither calls nor reasoning."""
+        """An example wasn't parsed as it says; or the class lacks examples: of a call with arguments, of reasoning followed by content (each if it
+        finds them), and of text that is only content; or it declares neither calls nor reasoning."""
         can, examples = self.capabilities, self._examples
         require(
             can.calls or can.reasoning, "it finds neither calls nor reasoning: declare capabilities = ParserCapabilities(calls=True), or reasoning="
         )
         require(not can.calls or any(text != "{}" for one in examples for _, text in one.calls), "no example has a call with arguments")
         require(not can.reasoning or any(one.reasoning and one.content for one in examples), "no example has reasoning, and content after it")
-        require(any(one.content == one.text != "" for one in examples), "no example is content alone")
+        require(any(one.content == one.text != "" for one in examples), "no example is only content")
         for example in examples:
             found, expected = self._parse([example.text]), Answer(example.reasoning, example.content, tuple(example.calls))
             require(found == expected, f"{example.text!r} is parsed as {found}; the example says {expected}")
 
     @check("parser.raises_nothing", since="0.1")
     def test_no_text_and_no_tools_make_it_raise(self) -> None:
-        """The constructor or a method raised. The text may be anything, and end anywhere; the tools are a client's, and may have no parameters, or a
-        schema that is none."""
+        """The constructor or a method raised. The text may be anything, and end anywhere; tools come from the client, and may have no parameters or
+        an invalid schema."""
         odd = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in self._functions for schema in ODD_SCHEMAS]
         bare = [{"type": "function", "function": {"name": name}} for name in self._functions]
         tools: list[Sequence[Mapping[str, Any]]] = [self._tools, bare, *([one] for one in odd)]
@@ -122,8 +122,8 @@ class ParserSuite(Suite):
 
     @check("parser.chunking", since="0.1")
     def test_the_cuts_between_pieces_change_nothing(self) -> None:
-        """A text that came in other pieces was parsed differently. Hold text back that may be the beginning of a mark or belong to it, and no more.
-        Pieces may be empty, or one character."""
+        """A text cut into other pieces was parsed differently. Hold back text that may be part of a mark, and no more. Pieces may be empty, or one
+        character."""
         for example in self._examples:
             whole, bounds = self._parse([example.text]), range(1, len(example.text))
             pairs = list(combinations(bounds, 2))
@@ -159,12 +159,12 @@ class ParserSuite(Suite):
                     case ToolCallArguments(index, str(piece)):
                         require(piece and index == len(ids) - 1, f"{text!r}: {event} comes after {len(ids)} calls, or is empty")
                     case _:
-                        fail(f"{text!r}: {event!r} is no event of dovetail.api.parser")
+                        fail(f"{text!r}: {event!r} isn't an event of dovetail.api.parser")
 
     @check("parser.content", since="0.1")
     def test_what_is_neither_call_nor_reasoning_is_content(self) -> None:
         """An answer without calls and reasoning isn't content character by character, with the marks in it; or the text before, between or
-        after examples is missing or changed. Emit what is held back in `finish`, and when it turns out to be no call."""
+        after examples is missing or changed. Emit held-back text in `finish`, and when it turns out not to be a call."""
         for text in (WORDS, *self._texts):
             parser = self._made()
             found = _added_up([*parser.feed(text), *parser.finish()])
@@ -191,7 +191,7 @@ class ParserSuite(Suite):
 
     @check("parser.in_call", since="0.1", capability="calls")
     def test_it_knows_when_a_call_is_cut_off(self) -> None:
-        """After some beginning of an example, `in_call` isn't True exactly if the last call's arguments are no complete JSON."""
+        """After a prefix of an example, `in_call` isn't True exactly if the arguments of the last call are incomplete JSON."""
         for example in self._examples:
             if not all(_is_json(text) for _, text in example.calls):
                 continue  # the model wrote something wrong
@@ -221,7 +221,7 @@ class ParserSuite(Suite):
 
     @check("parser.separate", since="0.1")
     def test_answers_dont_disturb_each_other(self) -> None:
-        """Two answers, parsed in turns, aren't what each is alone: parsers share mutable state, in the class or module."""
+        """Two answers parsed in turns differ from each parsed separately: parsers share mutable state, in the class or module."""
         for one, other in pairwise([*self._examples, *self._examples[:1]]):
             parsers = [(self._made(), example.text, list[Event]()) for example in (one, other)]
             for place in range(max(len(one.text), len(other.text))):
@@ -233,7 +233,7 @@ class ParserSuite(Suite):
 
     @check("parser.streams", since="0.1")
     def test_plain_text_is_not_held_back(self) -> None:
-        """After prose the events lag far behind the text: content, or with `starts_in_reasoning` reasoning. Emit what can't be a mark any more."""
+        """In prose, events lag far behind the text: content, or reasoning with `starts_in_reasoning`. Emit text that can't be a mark any more."""
         for starts in (False, True) if self.capabilities.reasoning else (False,):
             parser, fed, emitted = self._made(starts=starts), 0, 0
             for _ in range(100):
@@ -243,8 +243,8 @@ class ParserSuite(Suite):
 
     @check("parser.held", since="0.1")
     def test_what_is_held_back_has_a_limit(self) -> None:
-        """A long text that looks like the beginning of a call was held back to more than `MAX_HELD` characters, and some; or what it is parsed as
-        depends on its pieces. Give up where the limit is reached, wherever that is in a piece."""
+        """Much more than `MAX_HELD` characters of a long text that looks like the beginning of a call were held back; or the result depends on how
+        the text was cut. Give up exactly where the limit is reached, even inside a piece."""
         for pattern, more in self._endless:
             text = pattern + (more * MAX_HELD)[: MAX_HELD + 3 * SLACK]
             parser, events = self._made(), list[Event]()
@@ -259,7 +259,7 @@ class ParserSuite(Suite):
 
     @check("parser.linear", since="0.1")
     def test_time_is_proportional_to_length(self) -> None:
-        """A text eight times as long took far more than eight times as much time. Don't search the whole text again for each piece."""
+        """A text eight times as long took far more than eight times the time. Don't search the whole text again for each piece."""
         for pattern in ("<", WORDS, *self._marks):
             took_s = [self._seconds((pattern * LONG)[:length]) for length in (SHORT, LONG)]
             slow = took_s[1] > SLOW_S and took_s[1] > SLOWER * took_s[0]
@@ -267,7 +267,7 @@ class ParserSuite(Suite):
 
     @check("parser.call_form", since="0.1", capability="call_form")
     def test_it_reads_the_calls_that_a_model_is_constrained_to(self) -> None:
-        """A call in the form that `call_form` returns isn't parsed as that call, or there is something besides; or the text before its arguments
+        """A call in the form that `call_form` returns isn't parsed as that call and nothing else; or the text before its arguments
         doesn't begin with `trigger`."""
         for form in self._forms:
             require(isinstance(form, CallForm), f"call_form returned {form!r}, expected a CallForm or None")

@@ -1,6 +1,6 @@
 """`TokenizerSuite`: checks that a tokenizer conforms to the contract of `dovetail.api.tokenizer`.
 
-Texts of many scripts, with names of special tokens, and long ones are encoded, and spelled again with the vocabulary. Needs no torch.
+Encodes texts in many scripts, texts with names of special tokens, and long texts, and decodes them with the vocabulary. Needs no torch.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.vocabulary", since="0.1")
     def test_the_vocabulary_has_bytes_for_each_id(self) -> None:
-        """`vocabulary` doesn't return `bytes` for each id, or other ones when it is called again; or `special_ids`, `eos_ids` or `around` have ids
-        that aren't in it; or a special token has no name."""
+        """`vocabulary` doesn't return `bytes` for each id, or returns others when it is called again; or `special_ids`, `eos_ids` or `around` have
+        ids that aren't in it; or a special token has no name."""
         require(self._vocabulary, "vocabulary() is empty")
         for token_id, piece in enumerate(self._vocabulary):
             require(type(piece) is bytes, f"vocabulary()[{token_id}] is {piece!r:.100}, expected bytes")
@@ -77,8 +77,8 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.encode", since="0.1")
     def test_any_text_becomes_known_ids(self) -> None:
-        """`encode` raised something else than `RequestError`, or returned ids that aren't in the vocabulary, or any for an empty text. Texts may have
-        any character, be empty, or have megabytes without a space."""
+        """`encode` raised an error other than `RequestError`, or returned ids that aren't in the vocabulary, or any id for an empty text. Texts may
+        contain any character, be empty, or have megabytes without a space."""
         require(len(self._encoded("")) == 0, f"an empty text became {list(self._encoded(''))}: ids around a text belong in `around`")
         for text in self._texts:
             self._encoded(text)
@@ -105,15 +105,15 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.special", since="0.1")
     def test_no_text_becomes_a_special_token(self) -> None:
-        """A text became a special token: whoever writes a message could end it and begin another's. Encode the names of special tokens as text."""
+        """A text became a special token, so a user could end a message and begin another role's. Encode the names of special tokens as text."""
         for text in [*self._texts, *self._with_special_names()]:
             special = self._special_ids.intersection(self._encoded(text))
             require(not special, f"{text!r} became the special tokens {sorted(special)}")
 
     @check("tokenizer.repeatable", since="0.1")
     def test_a_text_always_becomes_the_same_ids(self) -> None:
-        """The same text became other ids when it was encoded again, after other texts, or by another tokenizer made in the same way: prefixes would
-        not be found in the cache, and front ends would differ."""
+        """The same text became other ids when it was encoded again, after other texts, or by another tokenizer made with the same options. Prefixes
+        wouldn't be found in the cache, and front ends would differ."""
         first, other = [list(self._encoded(text)) for text in self._texts], self._make()
         for turn in (self._made, other):
             for text, ids in random.Random(0).sample(list(zip(self._texts, first, strict=True)), len(first)):
@@ -121,7 +121,7 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.threads", since="0.1")
     def test_several_threads_may_encode(self) -> None:
-        """Called by several threads at once, `encode` raised or returned other ids. Keep nothing of a call in the tokenizer."""
+        """Called by several threads at once, `encode` raised or returned other ids. Keep no state of a call in the tokenizer."""
         expected = [list(self._encoded(text)) for text in self._texts]
 
         def encode_all(_: int) -> list[list[int]]:
@@ -133,8 +133,8 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.chat", since="0.1", capability="chat")
     def test_a_conversation_has_all_its_texts(self) -> None:
-        """The ids of a conversation aren't known ones, or don't spell the contents of all messages in their order; or with `continues` something
-        follows the last message's content, which the model is to go on with."""
+        """The ids of a conversation aren't in the vocabulary, or don't spell the contents of all messages in order; or with `continues` something
+        follows the content of the last message, which the model should continue."""
         contents = ["first question", "first answer", "second question"]
         messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), contents, strict=True)]
         ids = self._chat(Chat(messages))
@@ -152,7 +152,7 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.chat_text", since="0.1", capability="chat")
     def test_what_messages_say_is_text(self) -> None:
-        """A message's content became special tokens: whoever writes it could begin a message of another role. Encode contents as text, and add the
+        """A message's content became special tokens, so a user could begin a message of another role. Encode contents as text, and add the
         format's special tokens as ids."""
 
         def special_of(question: str, answer: str) -> list[int]:
@@ -168,8 +168,8 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.chat_refuses", since="0.1", capability="chat")
     def test_what_the_format_lacks_is_refused(self) -> None:
-        """`encode_chat` raised something else than `RequestError`; or ignored an unknown variable, a tool, or a call of one, instead of refusing it
-        by name."""
+        """`encode_chat` raised an error other than `RequestError`; or ignored an unknown variable, a tool, or a tool call, instead of rejecting it by
+        name."""
         user: Mapping[str, Any] = {"role": "user", "content": "question"}
         try:
             self._chat(Chat([user], variables={UNKNOWN: True}))
@@ -221,13 +221,13 @@ class TokenizerSuite(Suite):
 
     @cached_property
     def _texts(self) -> list[str]:
-        """The samples, and parts of them strung together."""
+        """The samples, and random parts of them joined."""
         chance, whole = random.Random(0), "".join(SAMPLES)
         parts = [whole[start : start + chance.randrange(1, 12)] for start in (chance.randrange(len(whole)) for _ in range(4 * RANDOM_TEXTS))]
         return [*SAMPLES, *("".join(chance.sample(parts, 4)) for _ in range(RANDOM_TEXTS))]
 
     def _with_special_names(self) -> Iterator[str]:
-        """Yield texts that have names of special tokens, at most some hundred of these."""
+        """Yield texts with names of special tokens, at most 200 of these."""
         ids = sorted(self._special_ids)
         for token_id in random.Random(0).sample(ids, min(200, len(ids))):
             name = self._vocabulary[token_id].decode(errors="replace")

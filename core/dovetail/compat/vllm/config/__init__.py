@@ -1,4 +1,4 @@
-"""vLLM's classes of settings, none of which is here: `LLM` has arguments instead."""
+"""vLLM's config classes. Dovetail has none of them: use arguments of `LLM` instead."""
 
 from __future__ import annotations
 

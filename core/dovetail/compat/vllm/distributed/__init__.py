@@ -1,4 +1,4 @@
-"""What vLLM's programs call after an engine."""
+"""vLLM's cleanup function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.errors import UnsupportedError
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage, and return the device's memory that nobody uses: that of engines that were closed or have no references left."""
+    """Collect garbage and release unused device memory, such as that of engines that were closed or are no longer referenced."""
     if shutdown_ray:
         raise UnsupportedError("shutdown_ray=True: no engine starts Ray: call ray.shutdown() if your program did")
     gc.collect()

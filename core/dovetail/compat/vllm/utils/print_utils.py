@@ -1,4 +1,4 @@
-"""vLLM's output of its examples."""
+"""vLLM's printing helper for its examples."""
 
 from __future__ import annotations
 

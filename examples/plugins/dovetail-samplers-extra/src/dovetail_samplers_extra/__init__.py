@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dovetail.api import ComponentSpec, hookimpl
 
 SUMMARIES = {
-    "dry:Dry": "DRY: lowers tokens that would continue a repetition",
+    "dry:Dry": "DRY: penalizes tokens that would continue a repetition",
     "top_n_sigma:TopNSigma": "Keeps tokens within n standard deviations of the largest logit",
-    "xtc:Xtc": "XTC: now and then removes the most probable tokens",
+    "xtc:Xtc": "XTC: sometimes removes the most probable tokens",
 }
 
 

@@ -24,13 +24,13 @@ class DryArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     multiplier: float = Field(0.8, ge=0, le=1e4, allow_inf_nan=False, strict=True, description="Penalty of the shortest repetition; 0: none.")
-    base: float = Field(1.75, ge=1, le=100, allow_inf_nan=False, strict=True, description="Growth of the penalty with each token more.")
+    base: float = Field(1.75, ge=1, le=100, allow_inf_nan=False, strict=True, description="Factor of the penalty for each further token.")
     allowed_length: int = Field(2, ge=1, le=MAX_MATCH, strict=True, description="Tokens of the shortest repetition with a penalty.")
     penalty_last_n: int = Field(-1, ge=-1, lt=2**31, strict=True, description="Last tokens that are searched; -1: all, prompt included.")
     sequence_breakers: tuple[TokenId, ...] = Field(
         ("\n", ":", '"', "*"),
         validate_default=True,
-        description="Token ids, or texts, of which the last token is meant.",
+        description="Token ids, or texts, whose last token is used.",
     )
 
     @field_validator("sequence_breakers", mode="before")

@@ -1,4 +1,4 @@
-"""vLLM's kinds of metrics, for `isinstance`. `LLM.get_metrics` returns counters and gauges."""
+"""vLLM's metric classes, for `isinstance`. `LLM.get_metrics` returns counters and gauges."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dovetail.front.engine_info import Counter, Gauge, Metric
 
 
 class Histogram(Metric):
-    """A kind that no metric is of: the server's /metrics has histograms."""
+    """Never returned; the server's /metrics has histograms."""
 
 
 class Vector(Metric):
-    """A kind that no metric is of."""
+    """Never returned."""
 
 
 __all__ = ["Counter", "Gauge", "Histogram", "Metric", "Vector"]

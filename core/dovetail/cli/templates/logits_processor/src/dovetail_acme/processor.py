@@ -13,7 +13,7 @@ MAX_SPARED = 16
 
 
 class AcmeArguments(BaseModel):
-    """What a request may say. Errors are its client's: a strict type and a range for each."""
+    """Arguments of a request, which come from clients: give each a strict type and a range."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -24,7 +24,7 @@ class AcmeArguments(BaseModel):
     @field_validator("spared", mode="before")
     @classmethod
     def encode(cls, values: object, info: ValidationInfo) -> object:
-        """Replace texts by ids. The tokenizer is in the context when a request arrives; on the ranks there are only ids left."""
+        """Replace texts by ids. The tokenizer is in the context when a request arrives; on the ranks there are only ids."""
         if not isinstance(values, list | tuple):
             return values
         tokenizer = (info.context or {}).get("encode")

@@ -1,4 +1,4 @@
-"""The parser: it gets an answer's text piece by piece, and tells tool calls from content. Where the text is cut must change nothing."""
+"""The parser: it gets an answer's text piece by piece, and separates tool calls from content. The result must not depend on the pieces."""
 
 import json
 import re
@@ -28,7 +28,7 @@ class AcmeOptions(BaseModel):
 
 
 class AcmeParser(Parser):
-    """Calls are lines like `@call name {"argument": 1}`. Such a line is held until its end; all other text goes out as it comes."""
+    """Calls are lines like `@call name {"argument": 1}`. Such a line is held back until its end; all other text is emitted at once."""
 
     capabilities = ParserCapabilities(calls=True, templates=((MARK,),))
     examples = (

@@ -1,4 +1,4 @@
-"""The tokenizer: it makes token ids of text, and tells the bytes of each id. This one has an id for each byte, and needs no files."""
+"""The tokenizer: it turns text into token ids, and returns the bytes of each id. This one has an id for each byte, and needs no files."""
 
 from collections.abc import Collection, Sequence
 
