@@ -77,6 +77,37 @@ def test_component_without_options_takes_none(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "base", "wrong", "says"),
+    [
+        (
+            "logits_processor",
+            "LogitsProcessor",
+            "capabilities = {'cuda_graph': True}",
+            "capabilities is {'cuda_graph': True}, expected LogitsProcessorCap",
+        ),
+        ("logits_processor", "LogitsProcessor", "Arguments = dict", "Arguments is <class 'dict'>, expected a pydantic model"),
+        ("parser", "Parser", "capabilities = None", "capabilities is None, expected ParserCapabilities(…)"),
+        ("tokenizer", "Tokenizer", "capabilities = 3", "capabilities is 3, expected TokenizerCapabilities(…)"),
+        (
+            "parser",
+            "Parser",
+            "from dovetail.api.parser import ParserCapabilities as P; P(calls=True, templates=(('<call>'),))",
+            "must be tuples of texts",
+        ),
+        ("parser", "Parser", "from dovetail.api.parser import ParserCapabilities as P; P(reasoning='<a')", "reasoning two texts"),
+        ("parser", "Parser", "from dovetail.api.parser import ParserCapabilities as P; P(reasoning=('<a>',))", "must be two texts"),
+        ("parser", "Parser", "from dovetail.api.parser import ParserCapabilities as P; P(templates=((),))", "must be tuples of texts"),
+    ],
+)
+def test_a_component_that_describes_itself_wrongly_is_reported_before_it_is_used(site: Site, kind: str, base: str, wrong: str, says: str) -> None:
+    body = f"from dovetail.api import {base}\nclass Odd({base}):\n    {wrong}\nOdd.__abstractmethods__ = frozenset()"
+    site.install("dovetail-odd", modules={"odd": components(f'kind="{kind}", name="odd", target="odd_part:Odd"'), "odd_part": body})
+    with pytest.raises(PluginError, match=f"^{kind}: {kind} dovetail-odd:odd") as caught:
+        Registry.discover().resolve(kind, "odd").load()  # type: ignore[arg-type]
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("source", "says"),
     [
         ("Fair = 3", "expected a subclass of dovetail.api.Scheduler"),

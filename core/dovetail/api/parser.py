@@ -70,6 +70,14 @@ class ParserCapabilities:
     # Alternative groups: a chat template matches if it has all texts of one. `auto` selects the parser by them; empty: it must be named.
     templates: tuple[tuple[str, ...], ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raise `TypeError` for a text where a tuple of texts belongs, such as `(("<call>"),)`: each of its letters would be a text."""
+        groups = self.templates if self.reasoning is None else (self.reasoning, *self.templates)
+        if not all(isinstance(texts, list | tuple) and texts and all(isinstance(text, str) and text for text in texts) for texts in groups):
+            raise TypeError(f"templates must be tuples of texts, and reasoning two texts, got {self.templates!r:.200} and {self.reasoning!r:.200}")
+        if self.reasoning is not None and len(self.reasoning) != 2:
+            raise TypeError(f"reasoning must be two texts, got {self.reasoning!r:.200}")
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:

@@ -118,6 +118,8 @@ class ResolvedComponent(_Resolved):
         loaded = bridged(loaded, self.bridges, self._wrong)
         if inspect.isabstract(loaded):
             raise self._wrong(f"{self.spec.target} doesn't implement {', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}")
+        if (wrong := _description_problem(loaded, base)) is not None:
+            raise self._wrong(f"{self.spec.target}.{wrong}")
         if self.spec.options is None and (model := options_of(loaded)) is not NoOptions:
             named = f'options="{model.__module__}:{model.__qualname__}"'
             raise self._wrong(f"{self.spec.target} is annotated with options: {model.__name__}, but its ComponentSpec names none: give it {named}")
@@ -199,6 +201,16 @@ class ResolvedRoutes(_Resolved):
     def load(self) -> Any:
         """Import and return the function that makes them. Raises `PluginError` with the plugin's name if the import fails."""
         return import_target(self.spec.target, lambda what: PluginError(f"{self}: {what}"))
+
+
+def _description_problem(loaded: type[Any], base: type[Any]) -> str | None:
+    """Return which attribute by which a component describes itself has a wrong type; None if none has."""
+    own = vars(base)
+    if "capabilities" in own and not isinstance(found := getattr(loaded, "capabilities", None), type(own["capabilities"]) | property):
+        return f"capabilities is {found!r:.200}, expected {type(own['capabilities']).__name__}(…)"
+    if "Arguments" in own and not (isinstance(model := getattr(loaded, "Arguments", None), type) and issubclass(model, BaseModel)):
+        return f"Arguments is {model!r:.200}, expected a pydantic model"
+    return None
 
 
 def options_of(cls: type[Any]) -> type[BaseModel]:
