@@ -57,7 +57,7 @@ CLIENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a client: its version and the error of each check, None where it passed. `trouble` is set where no check ran."""
+    """Result of a client: its version and the error of each check, None where it passed. `trouble` is set where no check ran."""
 
     name: str
     version: str = "-"

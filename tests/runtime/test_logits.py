@@ -69,7 +69,7 @@ def bench_with(*names: str, graphs: bool = False, lines: int = 0) -> Bench:
 
 @dataclass
 class Told:
-    """What the rows of a bench were told, and the graphs of each step."""
+    """Calls that the rows of a bench received, and the graphs of each step."""
 
     tokens: list[list[int]] = field(default_factory=lambda: [[] for _ in PROMPTS])
     graphs: list[tuple[str, ...]] = field(default_factory=list)

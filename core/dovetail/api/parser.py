@@ -62,7 +62,7 @@ class ParserContext:
 
 @dataclass(frozen=True, slots=True)
 class ParserCapabilities:
-    """What a parser finds, and how its format is detected."""
+    """Features of a parser: the kinds of text it finds, and how its format is detected."""
 
     calls: bool = False  # it finds tool calls: `--tool-parser` may name it
     reasoning: tuple[str, str] | None = None  # the marks around reasoning, if it finds any: `--reasoning-parser` may name it

@@ -92,12 +92,12 @@ class ResolvedComponent(_Resolved):
 
     @property
     def changes(self) -> tuple[ApiChange, ...]:
-        """What changed since the version it was written for, as far as it runs nevertheless; empty for the present version, and from 1.0 on."""
+        """Changes of the interface since the version it was written for, with which it still runs; empty for the present version, and from 1.0 on."""
         return (changes_since(self.spec.kind, self.spec.api) or ()) if self.api_problem() is None else ()
 
     @property
     def bridges(self) -> tuple[str, ...]:
-        """What its class is given, in turn, to run with this Dovetail."""
+        """Bridges to apply to its class, in order, so that it runs with this Dovetail."""
         return tuple(change.bridge for change in self.changes if change.bridge is not None)
 
     def check_requires(self) -> None:

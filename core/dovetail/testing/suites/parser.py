@@ -281,7 +281,7 @@ class ParserSuite(Suite):
 
     @cached_property
     def _forms(self) -> list[Any]:
-        """What `call_form` returns for the templates that it recognises, but None."""
+        """Return the forms that `call_form` returns for the templates that it recognises, leaving out None."""
         templates = ["\n".join(texts) for texts in self.capabilities.templates or ((),)]
         return [form for template in templates if (form := self.component_class.call_form(template)) is not None]
 
