@@ -122,6 +122,26 @@ def test_one_whose_ids_are_not_its_texts_is_refused(cls: type[Bytes], says: str)
         component(cls)
 
 
+class Panic(BaseException):
+    """As native libraries raise."""
+
+
+class PanicsWhenMade(Bytes):
+    def __init__(self, options: Any, context: Any) -> None:
+        raise Panic("no files")
+
+
+class PanicsWhenAsked(Bytes):
+    def vocabulary(self) -> Sequence[bytes]:
+        raise Panic("no table")
+
+
+@pytest.mark.parametrize(("cls", "says"), [(PanicsWhenMade, "no files"), (PanicsWhenAsked, "no table")])
+def test_a_panic_while_it_is_made_is_reported_with_its_name(cls: type[Bytes], says: str) -> None:
+    with pytest.raises(PluginError, match=f"tokenizer dovetail-spelling:one: Panic: {says}"):
+        component(cls)
+
+
 def test_texts_stream_without_half_characters_however_tokens_come() -> None:
     text, tokenizer, chance = "naïve 漢字 \U0001f600</s>!", component(Bytes), random.Random(0)
     ids = tokenizer.encode(text, special_tokens=False)

@@ -11,7 +11,7 @@ from typing import Any
 from dovetail.api.executor import ComponentRef
 from dovetail.api.tokenizer import Chat, TokenizerContext
 from dovetail.api.tokenizer import Tokenizer as Component
-from dovetail.errors import ModelLoadError, PluginError, RequestError, UnsupportedError, describe
+from dovetail.errors import DovetailError, ModelLoadError, PluginError, RequestError, UnsupportedError, describe
 from dovetail.front.detokenizer import byte_pieces
 from dovetail.front.tokenizer import TokenizedText, Tokenizer, check_unicode
 
@@ -33,6 +33,10 @@ class ComponentTokenizer(Tokenizer):
             self.own = ref.make(TokenizerContext(Path(directory)))
         except ModelLoadError as error:
             raise ModelLoadError(f"tokenizer {self.name}: {error}") from error
+        except (DovetailError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a native library
+            raise PluginError(f"tokenizer {self.name}: {describe(error)}") from error
         try:
             self._vocabulary = tuple(self.own.vocabulary())
             if not self._vocabulary or not all(type(piece) is bytes for piece in self._vocabulary):
@@ -45,7 +49,9 @@ class ComponentTokenizer(Tokenizer):
                 raise ValueError(
                     f"it encodes {_PROBE!r} as {list(ids)}, which decode to {self.decode(ids)!r}: declare exact=False if it changes texts"
                 )
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
             raise PluginError(f"tokenizer {self.name}: {describe(error)}") from error
 
     def check_fits(self, vocab_size: int) -> None:
