@@ -231,6 +231,7 @@ SMG_ROUTES = [
 ]
 SERVED = (
     "/v1/chat/completions",
+    "/v1/classify",
     "/v1/completions",
     "/v1/messages",
     "/v1/messages/count_tokens",

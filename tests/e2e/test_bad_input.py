@@ -179,6 +179,7 @@ ALLOWED = {
     "detokenize": "true or false",
     "output_kind": "one of cumulative, delta, final",
     "extra_args": "map names to values",
+    "logits_processors": "map names of the engine's",
     "truncate_prompt_tokens": f"an integer >= -1 and <= {MOST} or None",
     "structured": "",
     "max_drafts": f"an integer >= 0 and <= {MOST} or None",
