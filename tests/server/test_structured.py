@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is asked, the pa
     "no choice": ({"guided_choice": []}, "guided_choice", "one string or more"),
     "two rules": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "guided_choice"),
     "two of SGLang's": ({"ebnf": 'root ::= "a"', "json_schema": "{}"}, "ebnf", "json_schema contradict each other"),
-    "vLLM's and SGLang's": ({"guided_json": {}, "json_schema": {}}, "guided_json", "json_schema contradict each other"),
+    "vLLM's and SGLang's": ({"guided_json": {}, "json_schema": {"type": "null"}}, "guided_json", "json_schema contradict each other"),
     "a format and SGLang's": ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "regex contradict each other"),
     "SGLang's beside tools": ({"regex": "a", "tools": TOOLS}, "regex", "can't call a tool"),
     "a schema that is no JSON": ({"json_schema": "{"}, "json_schema", ""),
