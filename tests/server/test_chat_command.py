@@ -189,6 +189,7 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self.pid, self._fd = pty.fork()
         if not self.pid:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells ignore it for what they start in the background, and so do all its children
             os.execve(sys.executable, [sys.executable, "-m", "dovetail", *arguments], {**os.environ, "TERM": "dumb"})
         self._unread = b""
 
