@@ -185,6 +185,21 @@ def test_a_processor_that_cannot_forget_a_row_is_used_no_more(site: Site) -> Non
         assert says in str(output.outputs[0].stop_reason)
 
 
+def test_rows_of_requests_that_a_lost_processor_ended_serve_others(site: Site) -> None:
+    processing.install(site)
+    expected = alone()
+    with LLMEngine.from_config({**MODEL, "max_num_seqs": 2}) as engine:
+        for name, length in (("short", 2), ("long", 40)):
+            asked = {"logits_processors": {"faulty": {"at": "removal"}}, "max_tokens": length, "output_kind": "final"}
+            engine.add_request(name, TEXT, SamplingParams(**asked))
+        reasons = {}
+        while engine.has_unfinished_requests():
+            reasons |= {output.request_id: output.outputs[0].finish_reason for output in engine.step() if output.finished}
+        assert (reasons["short"], len(reasons)) == ("length", 2)
+        plain = [1, 4]  # which ask for none
+        assert [seen(output) for output in answers(engine, plain)] == [seen(expected[index]) for index in plain]
+
+
 # ---- requests that are refused
 
 MANY = {f"p{index}": {} for index in range(100)}

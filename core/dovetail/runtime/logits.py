@@ -118,9 +118,9 @@ class LogitsProcessors:
 
     def _forget(self, index: int, rows: Sequence[int]) -> None:
         """Remove rows. If the processor raises, never use it again: it might change the logits of a row that doesn't ask."""
+        self._asks[rows, index] = False
         if not rows or index in self._lost:
             return
-        self._asks[rows, index] = False
         try:
             self._made[index].update(rows, [])
         except Exception as error:
