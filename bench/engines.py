@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any], com
     model: Any = directory if component is None else {"path": str(directory), "component": component}
     begun = time.perf_counter()
     settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest}
-    with uniform_routing(SHAPES[work.shape]) as routing, LLM(model, **{**settings, **overrides}) as llm:
+    several = overrides.get("executor.size", 1) > 1  # whose processes have the model's own router
+    shape = replace(SHAPES[work.shape], experts=0) if several else SHAPES[work.shape]
+    with uniform_routing(shape) as routing, LLM(model, **{**settings, **overrides}) as llm:
         started = time.perf_counter() - begun
         params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
 
@@ -131,7 +133,15 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
     from vllm import LLM, SamplingParams
 
     begun = time.perf_counter()
-    llm = LLM(str(directory), load_format="dummy", dtype="bfloat16", max_model_len=work.longest, max_num_seqs=work.seqs)
+    llm = LLM(
+        str(directory),
+        load_format="dummy",
+        dtype="bfloat16",
+        max_model_len=work.longest,
+        max_num_seqs=work.seqs,
+        tensor_parallel_size=overrides.get("executor.size", 1),
+        quantization=overrides.get("quantization"),
+    )
     started = time.perf_counter() - begun
     params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
 

@@ -16,7 +16,8 @@ START = ("--shape", "qwen3-8b", "--runs", "1", "--json", FIGURES, "--verbose", "
 
 
 def throughput(name: str, workloads: tuple[str, ...], limit_s: float, *settings: str) -> Part:
-    return Part(name, ("-m", "bench.throughput", "--workload", *workloads, "--json", FIGURES, "--set", *TWO, *settings), limit_s)
+    command = ("-m", "bench.throughput", "--workload", *workloads, "--json", FIGURES)
+    return Part(name, (*command, "--set", *TWO, *settings), limit_s)
 
 
 PARTS = (
@@ -27,6 +28,9 @@ PARTS = (
     Part("sums", ("-m", "bench.all_reduce", "--json", FIGURES), 100),
     throughput("two", ("8b-one", "8b-64", "8b-prefill", "8b-256"), 300),
     throughput("two-fp8", ("8b-one", "8b-64", "8b-prefill"), 200, "quantization=fp8"),
+    Part("equal", ("-m", "bench.equal_ranks", "--json", FIGURES), 300),
+    throughput("two-experts", ("moe-one", "moe-64"), 160),
+    throughput("two-recurrent", ("q35-one",), 100),
     Part("kills", ("-m", "bench.rank_faults", "--faults", "--kills", "20", "--json", FIGURES), 500),
 )
 
