@@ -28,7 +28,7 @@ from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.front.assembly import Assembly
 from dovetail.front.async_engine import AsyncLLMEngine
-from dovetail.front.intake import GenerationDefaults
+from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
 from dovetail.config_schema import json_schema
+from dovetail.file_keys import FileKeys, NoEffect, Refused
+from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.limits import Limits
 from dovetail.registry.api_changes import CHANGES
@@ -309,6 +312,27 @@ def _code(*names: str) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+# A model's files
+
+FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG,)
+
+
+def file_keys(table: FileKeys) -> str:
+    """Return a table of what the keys of a file do; those that are used come first."""
+    lines: list[list[str]] = [[], [], []]
+    for key, rule in table.keys.items():
+        if isinstance(rule, Refused):
+            accepted = _code(*map(json.dumps, rule.unless))
+            only = f"refused, except {accepted}" if accepted else "refused"
+            lines[2].append(f"| `{key}` | {only} | {rule.what} |")
+        elif isinstance(rule, NoEffect):
+            lines[1].append(f"| `{key}` | no effect | {rule.why} |")
+        else:
+            lines[0].append(f"| `{key}` | used | {rule.how} |")
+    head = ["| key | here | meaning or reason |", "|---|---|---|"]
+    return "\n".join([*head, *chain.from_iterable(lines)])
+
+
 # Command line
 
 
@@ -347,6 +371,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "built-in components": built_in_components,
     "api versions": api_versions,
     "api changes": api_changes,
+    **{f"keys of {table.file}": partial(file_keys, table) for table in FILE_KEYS},
     "vllm arguments": vllm_arguments,
     "vllm flags": vllm_flags,
     **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},

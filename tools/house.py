@@ -37,6 +37,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.limits",
         "dovetail.checks",
         "dovetail.frozen",
+        "dovetail.file_keys",
         "dovetail.json_files",
         "dovetail.process_watch",
         "dovetail.targets",

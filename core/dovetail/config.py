@@ -291,7 +291,8 @@ class EngineConfig(BaseModel):
     """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""
 
     generation_config: Literal["auto", "none"] = "auto"
-    """Use of the model's generation_config.json. auto: EOS ids and default sampling come from it, if there is one. none: it isn't read."""
+    """Use of the model's generation_config.json. auto: EOS ids and defaults of requests come from it,
+    if there is one, and keys that can't be honoured are refused. none: it isn't read."""
 
     overlap: bool = True
     """Plan the next step while the device computes this one. This changes no token."""

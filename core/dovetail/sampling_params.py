@@ -142,7 +142,7 @@ class SamplingParams(_Settable):
     top_p: float | None = None  # keep the smallest set whose probability reaches p, 0 < p <= 1
     min_p: float | None = None  # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
     seed: int | None = None  # same seed, same tokens, whatever else runs
-    max_tokens: int | None = 16  # None: no limit but the model's length, which always holds
+    max_tokens: int | None = 16  # None: `max_new_tokens` of the model's defaults; its length always holds
     min_tokens: int = 0  # nothing but lack of room stops it before this many tokens
     stop: str | Sequence[str] | None = None  # stop strings
     stop_token_ids: Sequence[int] | None = None  # stop when one of these is generated

@@ -9,7 +9,8 @@ import pytest
 
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import ModelLoadError
-from dovetail.front.intake import GenerationDefaults, resolve_sampling
+from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.intake import resolve_sampling
 from dovetail.sampling_params import SamplingParams
 
 

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from dovetail.front.intake import GenerationDefaults, IntakeFacts
+from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load, ServedEngine

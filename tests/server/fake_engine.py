@@ -10,7 +10,8 @@ from typing import Any
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.chat import ChatFrontEnd
-from dovetail.front.intake import GenerationDefaults, IntakeFacts
+from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.front.pooling import PoolingIntake
 from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer

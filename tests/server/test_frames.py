@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.errors import RequestError
-from dovetail.front.intake import GenerationDefaults, Intake, IntakeFacts
+from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.intake import Intake, IntakeFacts
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.limits import Limits
 from dovetail.request import RequestFields

@@ -14,7 +14,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from dovetail.front.intake import GenerationDefaults, IntakeFacts
+from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import EngineInfo, Load, ServedEngine

@@ -34,8 +34,9 @@ from dovetail.engine.stats import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError, describe
 from dovetail.front.adapters import AdapterStore
 from dovetail.front.component_tokenizer import ComponentTokenizer
+from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
-from dovetail.front.intake import GenerationDefaults, IntakeFacts, full_names, resolve_sampling
+from dovetail.front.intake import IntakeFacts, full_names, resolve_sampling
 from dovetail.front.pooling import PoolingFacts
 from dovetail.frozen import FrozenDict, frozen, thawed
 from dovetail.parts import Parts, read_parts

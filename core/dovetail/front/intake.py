@@ -1,6 +1,6 @@
 """`Intake`: validation and tokenization of requests, in an `LLMEngine` or in a front end whose engine is in another process.
 
-`make_samples` turns a `CheckedRequest` into the core's requests. `GenerationDefaults` has the EOS ids and sampling parameters of a model's files.
+`make_samples` turns a `CheckedRequest` into the core's requests, with the defaults of a model's files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import RowPooling
@@ -23,17 +22,18 @@ from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import TokenWatcher
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
-from dovetail.errors import ModelLoadError, RequestError
+from dovetail.errors import RequestError
 from dovetail.front import request_checks
 from dovetail.front.detokenizer import IncrementalText, StopStrings
+from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.pooling import PoolingFacts, PoolingIntake
 from dovetail.front.request_checks import Prompt, as_ids, as_sequence, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.json_files import read_json_object
 from dovetail.limits import Limits
 from dovetail.pooling import PoolingParams
 from dovetail.request import RequestFields, token_array
 from dovetail.sampling_params import SamplingParams, changed_unchecked, in_use
+from dovetail.structured import Structured
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,61 +41,15 @@ if TYPE_CHECKING:
 
 
 ENABLE = "make it with enable_lora=True (`adapters: {}` in engine.yaml)"
-_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SEED_BITS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """From `generation_config.json`. None: not set in the file, so the neutral value applies.
-
-    `do_sample` isn't read: many models ship `false` beside a temperature, and a request that wants greedy decoding says `temperature=0`.
-    """
-
-    eos_token_ids: tuple[int, ...] = ()
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-    @classmethod
-    def read(cls, model_dir: Path, *, sampling: bool = True) -> GenerationDefaults:
-        """Read a model directory. The EOS ids come from `config.json` if `generation_config.json` names none; without `sampling`, nothing but
-        `config.json` is read. Raises `ModelLoadError` for a file that isn't JSON or has invalid values."""
-        path = model_dir / "generation_config.json"
-        generation = _read_json(path) if sampling else {}
-        values: dict[str, Any] = {name: generation.get(name) for name in _NUMBERS}
-        try:
-            SamplingParams(**values)
-        except RequestError as error:
-            raise ModelLoadError(f"{path}: {error}; generation_config: none ignores the file") from None
-        eos_token_ids = _eos(generation, path)
-        if eos_token_ids is None:
-            eos_token_ids = _eos(_read_json(model_dir / "config.json"), model_dir / "config.json")
-        return cls(eos_token_ids or (), **values)
-
-    def sampling(self) -> dict[str, Any]:
-        """Return the fields of `SamplingParams` that the file sets."""
-        return {name: value for name in _NUMBERS if (value := getattr(self, name)) is not None}
-
-
-def _eos(content: dict[str, Any], path: Path) -> tuple[int, ...] | None:
-    """Return the EOS ids, or None if there are none."""
-    eos = content.get("eos_token_id")
-    if eos is None:
-        return None
-    ids: list[Any] = eos if isinstance(eos, list) else [eos]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelLoadError(f"{path}: eos_token_id must be a token id or a list of them, got {shown(eos)}")
-    return tuple(ids)
 
 
 def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, seed: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> RowSampling:
     """Resolve a request's sampling: its own values, else the model's, else neutral ones.
 
-    `seed`: 64 bits. `bad_words`: as token sequences. Stop ids are those of the request and, unless `ignore_eos`, the model's EOS ids.
+    `seed`: 64 bits. `bad_words`: the request's, as token sequences. Stop ids are those of the
+    request and, unless `ignore_eos`, the model's EOS ids.
     """
 
     def pick(name: str, neutral: Any) -> Any:
@@ -116,17 +70,13 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, seed:
         frequency_penalty=float(params.frequency_penalty),
         logit_bias=tuple((params.logit_bias or {}).items()),
         allowed_token_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
-        bad_words=bad_words,
+        bad_words=tuple(dict.fromkeys((*defaults.bad_words, *bad_words))),
         min_tokens=params.min_tokens,
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         extra_args=params.extra_args,
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.exists() else {}
 
 
 logger = logging.getLogger("dovetail")
@@ -213,9 +163,14 @@ class Intake:
         token_ids, prompt_array = self._checked_ids(given)
         self._check_params(params)
         room = self.facts.max_model_len - len(token_ids)
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        if params.min_tokens > limit:  # more than there is room for: all that there is room for
-            params = changed_unchecked(params, min_tokens=limit)
+        defaults = self.facts.defaults
+        asked = defaults.max_tokens if params.max_tokens is None else params.max_tokens
+        limit = room if asked is None else min(asked, room)
+        rule = params.structured
+        is_ruled = isinstance(rule, Structured) and rule.kind is not None  # which says where the answer ends
+        least = params.min_tokens or (0 if is_ruled else defaults.min_tokens)
+        if (least := min(least, limit)) != params.min_tokens:  # there may be less room
+            params = changed_unchecked(params, min_tokens=least)
         return CheckedRequest(plain_id, text, token_ids, prompt_array, params, limit, fields)
 
     def seed_of(self, params: SamplingParams) -> int:
