@@ -170,6 +170,17 @@ def advisory_fields() -> str:
     return "\n".join(rows)
 
 
+def malformed_calls() -> str:
+    """Return a table of the mistakes in calls that parsers recover from."""
+    parsers = [(component.spec.name, component.load()) for component in built_ins().components("parser")]
+    rows = ["| format | malformed | recovery | for example |", "|---|---|---|---|"]
+    for name, parser in parsers:
+        for one in getattr(parser, "malformed", ()):
+            text = one.example.text.replace("\n", "⏎").replace("|", "\\|")
+            rows.append(f"| `{name}` | {one.mistake} | {one.recovery} | `{text}` |")
+    return "\n".join(rows)
+
+
 def built_in_components() -> str:
     """Return all built-in components with their options."""
     return "\n".join(line for kind in KINDS for line in _components_of(kind))
@@ -368,6 +379,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "job keys": job_keys,
     "request fields": request_fields,
     "advisory fields": advisory_fields,
+    "malformed calls": malformed_calls,
     "built-in components": built_in_components,
     "api versions": api_versions,
     "api changes": api_changes,

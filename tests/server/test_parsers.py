@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -16,14 +17,20 @@ from hypothesis import strategies as st
 
 from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from dovetail.errors import DovetailError
+from dovetail_server.parsers.pieces import Malformed
 from dovetail_server.parsers.registry import ChosenParsers, Finds, opens_reasoning, parser_for
 from tests.server.answers import KNOWN, parser_named
 from tests.support import examples
 
 some = examples(quick=40, full=1000)
 FORMATS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")
-KINDS: dict[str, object] = {"s": {"type": "string"}, "j": {"type": ["object", "null"]}, "u": {"anyOf": [{"type": "integer"}, {"type": "string"}]}}
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": KINDS}}}]
+KINDS: dict[str, object] = {
+    "s": {"type": "string"},
+    "j": {"type": ["object", "null"]},
+    "u": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "n": {"type": ["string", "null"]},
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": KINDS}}} for name in ("f", "g.h")]
 
 
 class Call(NamedTuple):
@@ -132,9 +139,11 @@ def llama_oracle(text: str) -> tuple[str, list[Call]]:
     while (found := call_at(rest, space_at(rest, 0))) is not None and only_a_call(json.loads(rest[: found[1]])):
         calls.append(found[0])
         rest = rest[space_at(rest, found[1]) :]
-        if not rest.startswith(";"):
+        separated = rest.startswith((";", ","))
+        if not separated and call_at(rest, 0) is None:
             break
-        rest = rest[1:]
+        if separated and call_at(rest, space_at(rest, 1)) is not None:
+            rest = rest[1:]
     return (content + rest, calls) if calls else (text, [])
 
 
@@ -155,20 +164,23 @@ def mistral_oracle(text: str) -> tuple[str, list[Call]]:
 
 
 SPACE = "[ \\t\\r\\n]*"
-QWEN = re.compile(
-    rf"{SPACE}<tool_call>{SPACE}<function=([^\s<>{{}}\"]+)>((?:{SPACE}<parameter=[^>]*>(?:(?!</parameter>).)*</parameter>)*){SPACE}</function>"
-    rf"{SPACE}(?:</tool_call>{SPACE})?",
-    re.DOTALL,
-)
-QWEN_ARGUMENT = re.compile(r"<parameter=([^>]*)>(?:\n)?((?:(?!</parameter>).)*?)(?:\n)?</parameter>", re.DOTALL)
-GLM_ARGUMENTS = rf"(?:{SPACE}<arg_key>(?:(?!</arg_key>).)*</arg_key>{SPACE}<arg_value>(?:(?!</arg_value>).)*</arg_value>)*"
-GLM = re.compile(rf"{SPACE}<tool_call>{SPACE}([^\s<>{{}}\"]+){SPACE}({GLM_ARGUMENTS}){SPACE}</tool_call>{SPACE}", re.DOTALL)
-GLM_ARGUMENT = re.compile(rf"<arg_key>((?:(?!</arg_key>).)*)</arg_key>{SPACE}<arg_value>((?:(?!</arg_value>).)*)</arg_value>", re.DOTALL)
+QWEN_NEXT = rf"<parameter=(?:{'|'.join(KINDS)})>|</function>{SPACE}</tool_call>"  # what ends a value whose end tag is missing
+QWEN_VALUE = rf"((?:(?!</parameter>|{QWEN_NEXT}).)*)(?:</parameter>|(?={QWEN_NEXT}))"
+QWEN_ARGUMENT = re.compile(rf"{SPACE}<parameter=([^>]*)>{QWEN_VALUE}", re.DOTALL)
+GLM_NEXT = rf"<arg_key>(?:{'|'.join(KINDS)})</arg_key>{SPACE}<arg_value>|</tool_call>"
+GLM_VALUE = rf"((?:(?!</arg_value>|{GLM_NEXT}).)*)(?:</arg_value>|(?={GLM_NEXT}))"
+GLM_ARGUMENT = re.compile(rf"{SPACE}<arg_key>((?:(?!</arg_key>).)*)</arg_key>{SPACE}<arg_value>{GLM_VALUE}", re.DOTALL)
+QWEN_HEAD = re.compile(rf"{SPACE}<tool_call>{SPACE}<function=([^\s<>{{}}\"]+)>")
+QWEN_END = re.compile(rf"{SPACE}</function>{SPACE}(?:</tool_call>{SPACE})?")
+GLM_HEAD = re.compile(rf"{SPACE}<tool_call>{SPACE}([^\s<>{{}}\"]+)(?={SPACE}(?:<arg_key>|</tool_call>))")
+GLM_END = re.compile(rf"{SPACE}</tool_call>{SPACE}")
 
 
-def json_value(name: str, key: str, text: str) -> str:
-    """The value as JSON: `j` of `f` takes no string, and of nothing else is that known."""
-    if (name, key) == ("f", "j"):
+def json_value(key: str, text: str) -> str:
+    """The value as JSON: `j` takes no string, `n` takes null as well, and all others take any string."""
+    if key == "n" and text.strip() in ("null", "None"):
+        return "null"
+    if key == "j":
         with contextlib.suppress(ValueError):
             json.loads(text.strip())
             return text.strip()
@@ -177,14 +189,20 @@ def json_value(name: str, key: str, text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def tagged_oracle(call: re.Pattern[str], argument: re.Pattern[str], text: str) -> tuple[str, list[Call]]:
+def tagged_oracle(head: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[str], text: str) -> tuple[str, list[Call]]:
     calls, content, pos = [], "", 0
-    for found in call.finditer(text):
-        members = [
-            f"{json.dumps(key.strip(), ensure_ascii=False)}: {json_value(found[1], key.strip(), value)}" for key, value in argument.findall(found[2])
-        ]
+    while (found := head.search(text, pos)) is not None:
+        content, pos, members = content + text[pos : found.start()], found.end(), []
+        while (one := argument.match(text, pos)) is not None:
+            value = one[2]
+            if argument is QWEN_ARGUMENT:  # its lines are markup
+                value = value.removeprefix("\n").removesuffix("\n")
+            members.append(f"{json.dumps(one[1].strip(), ensure_ascii=False)}: {json_value(one[1].strip(), value)}")
+            pos = one.end()
         calls.append(Call(found[1], "{" + ", ".join(members) + "}"))
-        content, pos = content + text[pos : found.start()], found.end()
+        ended = end.match(text, pos)
+        assert ended is not None, "answers that break off have tests of their own"
+        pos = ended.end()
     return content + text[pos:], calls
 
 
@@ -192,8 +210,8 @@ ORACLES: dict[str, Callable[[str], tuple[str, list[Call]]]] = {
     "hermes": hermes_oracle,
     "llama3_json": llama_oracle,
     "mistral": mistral_oracle,
-    "qwen3_coder": partial(tagged_oracle, QWEN, QWEN_ARGUMENT),
-    "glm45": partial(tagged_oracle, GLM, GLM_ARGUMENT),
+    "qwen3_coder": partial(tagged_oracle, QWEN_HEAD, QWEN_ARGUMENT, QWEN_END),
+    "glm45": partial(tagged_oracle, GLM_HEAD, GLM_ARGUMENT, GLM_END),
 }
 
 
@@ -223,6 +241,9 @@ SHORT = {
         '{"name":"f","parameters":{}}',
         ' <|python_tag|>{"name":"f","parameters":{}}',
         '{"name":"f","parameters":{}};{"name":"g","parameters":{}}',
+        '{"name":"f","parameters":{}}\n{"name":"g","parameters":{}}, {"name":"h","parameters":{}}{"name":"i","parameters":{}}',
+        '{"name":"f","parameters":{}}\n{"name":"J"}, or so',
+        '{"name":"f","parameters":{}} , and so on',
         '<think>x</think>{"parameters":{"a":";"},"name":"f"}',
     ],
     "mistral": [
@@ -261,6 +282,24 @@ def cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("tool_parser", "text"), cases(SHORT))
 def test_an_answer_parses_as_the_oracle_reads_it(tool_parser: str, text: str) -> None:
     assert parse(text, tool_parser) == oracle(text, tool_parser)
+
+
+TAKES = {"a": {"type": "string"}, "b": {"type": "string"}, "n": {"type": "integer"}}
+SIMPLE = [{"type": "function", "function": {"name": name, "parameters": {"properties": TAKES}}} for name in "fgh"]
+MISTAKES = [(name, one) for name in FORMATS for one in getattr(KNOWN.named("calls", name).component, "malformed", ())]
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES, ids=[f"{name}: {one.mistake}" for name, one in MISTAKES])
+def test_a_malformed_call_is_parsed_as_the_documentation_says(name: str, mistake: Malformed) -> None:
+    example = mistake.example
+    for pieces in ([example.text], list(example.text)):
+        parser = parser_named(name, tools=SIMPLE)
+        found = joined([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+        assert found == Answer("", example.content, tuple(Call(*call) for call in example.calls))
+
+
+def test_each_format_states_how_it_recovers() -> None:
+    assert {name for name, _ in MISTAKES} == set(FORMATS)
 
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
@@ -318,7 +357,7 @@ def hermes_answer(draw: st.DrawFn) -> str:
 def llama_answer(draw: st.DrawFn) -> str:
     calls = draw(st.lists(written_object(arguments="parameters"), max_size=3))
     tag = draw(st.sampled_from(["", "<|python_tag|>", "Well.\n<|python_tag|>"]))
-    return tag + f"{draw(SPACES)};{draw(SPACES)}".join(calls) if calls else draw(PROSE)
+    return tag + f"{draw(SPACES)}{draw(st.sampled_from(['', ';', ',']))}{draw(SPACES)}".join(calls) if calls else draw(PROSE)
 
 
 @st.composite
@@ -333,8 +372,14 @@ def mistral_answer(draw: st.DrawFn) -> str:
     return head + draw(SPACES).join(named)
 
 
-KEYS = st.sampled_from(["s", "j", "u", "other", "a key"])
-PLAIN = st.lists(st.sampled_from([*MARKS, *NEAR_MISSES, "<function=f>", "True", "null", "[1, 2]", '{"a": "b"}']), max_size=4).map("".join)
+KEYS = st.sampled_from([*KINDS, "other", "a key"])
+OFTEN = st.sampled_from([True, True, True, False])
+PLAIN = st.lists(
+    st.sampled_from(
+        [*MARKS, *NEAR_MISSES, "<function=f>", "<parameter=s>", "<arg_key>s</arg_key>", "</function>", "True", "null", "[1, 2]", '{"a": "b"}']
+    ),
+    max_size=4,
+).map("".join)
 
 
 @st.composite
@@ -342,7 +387,8 @@ def qwen_answer(draw: st.DrawFn) -> str:
     text = draw(PROSE)
     for _ in range(draw(st.integers(0, 3))):
         given = draw(st.lists(st.tuples(KEYS, PLAIN), max_size=3))
-        values = "".join(f"{draw(SPACES)}<parameter={key}>\n{value}\n</parameter>" for key, value in given)
+        ends = [draw(OFTEN) for _ in given]  # models forget end marks
+        values = "".join(f"{draw(SPACES)}<parameter={key}>\n{value}\n{'</parameter>' * end}" for (key, value), end in zip(given, ends, strict=True))
         name = draw(st.sampled_from(["f", "g.h"]))
         text += f"{draw(SPACES)}<tool_call>{draw(SPACES)}<function={name}>{values}{draw(SPACES)}</function>{draw(SPACES)}</tool_call>{draw(SPACES)}"
         text += draw(PROSE)
@@ -354,7 +400,9 @@ def glm_answer(draw: st.DrawFn) -> str:
     text = draw(PROSE)
     for _ in range(draw(st.integers(0, 3))):
         given = draw(st.lists(st.tuples(KEYS, PLAIN), max_size=3))
-        values = "".join(f"{draw(SPACES)}<arg_key>{key}</arg_key>{draw(SPACES)}<arg_value>{value}</arg_value>" for key, value in given)
+        values = "".join(
+            f"{draw(SPACES)}<arg_key>{key}</arg_key>{draw(SPACES)}<arg_value>{value}{'</arg_value>' * draw(OFTEN)}" for key, value in given
+        )
         text += f"{draw(SPACES)}<tool_call>{draw(st.sampled_from(['f', 'g.h']))}{values}{draw(SPACES)}</tool_call>{draw(SPACES)}{draw(PROSE)}"
     return text
 
@@ -510,6 +558,9 @@ def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
     assert not opens_reasoning("<|im_start|>assistant\n<think>\n", None)
 
 
+DEFINED = {"Point": {"type": "object"}, "Loop": {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/Loop"}]}}
+
+
 @pytest.mark.parametrize(
     ("schema", "value", "written"),
     [
@@ -524,6 +575,34 @@ def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", '"5"'),
         ({"enum": [1, 2]}, "2", "2"),
         ({"enum": ["1", "2"]}, "2", '"2"'),
+        ({"enum": [1, "2", None]}, "1", "1"),
+        ({"enum": [1, "2", None]}, "2", '"2"'),
+        ({"enum": [1, "2", None]}, "null", "null"),
+        ({"enum": ["null", None]}, "null", '"null"'),
+        ({"const": 5}, "5", "5"),
+        ({"const": "5"}, "5", '"5"'),
+        ({"anyOf": [{"const": 5}, {"const": "five"}]}, "5", "5"),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, " None\n", "null"),
+        ({"type": ["string", "null"]}, "nullable", '"nullable"'),
+        ({"type": ["string", "null"]}, "", '""'),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", "null"),
+        ({"type": ["string", "boolean"]}, "False", "false"),
+        ({"type": ["string", "integer"]}, "5", '"5"'),
+        ({"type": "string", "enum": ["a", None]}, "null", '"null"'),
+        ({"type": "string", "anyOf": [{"minLength": 3}, {"format": "date"}]}, "5", '"5"'),
+        ({"properties": {"x": {}}}, '{"x": 1}', '{"x": 1}'),
+        ({"required": ["x"]}, '{"x": 1}', '{"x": 1}'),
+        ({"items": {}}, "[1]", "[1]"),
+        ({"minimum": 1}, "5", "5"),
+        ({"pattern": "^5"}, "5", '"5"'),
+        ({"allOf": [{"$ref": "#/$defs/Point"}, {"description": "where"}]}, '{"x": 1}', '{"x": 1}'),
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]}, "5", "5"),
+        ({"anyOf": [{"type": "integer"}, {}]}, "5", '"5"'),
+        ({"$ref": "#/$defs/Loop"}, "5", "5"),
+        ({"type": 7}, "5", '"5"'),
+        ({"enum": []}, "5", '"5"'),
+        (True, "5", '"5"'),
         ({"$ref": "#/nowhere"}, "5", '"5"'),
         ({}, "5", '"5"'),
         ("no schema", "5", '"5"'),
@@ -531,13 +610,37 @@ def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
 )
 @pytest.mark.parametrize("tool_parser", ["qwen3_coder", "glm45"])
 def test_an_arguments_type_is_the_schemas(tool_parser: str, schema: object, value: str, written: str) -> None:
-    parameters = {"properties": {"a": schema}, "$defs": {"Point": {"type": "object"}}}
+    parameters = {"properties": {"a": schema}, "$defs": DEFINED}
     parser = parser_named(tool_parser, tools=[{"function": {"name": "f", "parameters": parameters}}])
     tags = {
         "qwen3_coder": f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>",
         "glm45": f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>",
     }
     assert joined([*parser.feed(tags[tool_parser]), *parser.finish()]) == Answer("", "", (Call("f", f'{{"a": {written}}}'),))
+
+
+def test_parameters_that_are_not_named_follow_additional_properties() -> None:
+    for schema, written in (({"additionalProperties": {"type": "integer"}}, "5"), ({"additionalProperties": True}, '"5"'), ({}, '"5"')):
+        parser = parser_named("qwen3_coder", tools=[{"name": "f", "parameters": schema}])
+        answer = joined([*parser.feed("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>"), *parser.finish()])
+        assert answer.calls == (Call("f", f'{{"a": {written}}}'),)
+
+
+def test_schemas_are_read_in_linear_time() -> None:
+    wide = [{"$ref": f"#/$defs/{level}"} for level in "bcd" for _ in range(1000)]
+    definitions = {level: {"anyOf": [{"$ref": f"#/$defs/{chr(ord(level) + 1)}"}] * 1000} for level in "abcdef"}
+    parameters = {"properties": {"a": {"anyOf": wide}}, "$defs": {**definitions, "g": {"type": "integer"}}}
+    begin = time.process_time()
+    parser = parser_named("qwen3_coder", tools=[{"function": {"name": "f", "parameters": parameters}}])
+    parser.feed("<tool_call><function=f><parameter=a>5</parameter></function></tool_call>" * 100)
+    assert time.process_time() - begin < 1
+
+
+def test_a_nullable_string_goes_out_once_it_is_no_null() -> None:
+    parser = parser_named("qwen3_coder", tools=TOOLS)
+    parser.feed("<tool_call><function=f><parameter=n>")
+    assert parser.feed("nu") == []
+    assert parser.feed("mber") == [ToolCallArguments(0, '"number')]
 
 
 def test_a_string_goes_out_as_it_comes() -> None:

@@ -6,7 +6,7 @@ import re
 
 from dovetail.api.parser import ParserCapabilities, ParserExample
 from dovetail_server.parsers.json_call import MAX_NAME
-from dovetail_server.parsers.pieces import MAX_SPACE, Marks
+from dovetail_server.parsers.pieces import MAX_SPACE, Malformed
 from dovetail_server.parsers.tagged import TaggedCalls, tag_at
 
 _HEAD = re.compile(rf'([^\s<>{{}}"]{{1,{MAX_NAME}}})[ \t\r\n]{{0,{MAX_SPACE}}}')
@@ -28,10 +28,35 @@ class Glm45Calls(TaggedCalls):
         ParserExample("<tool_call>no call <tool_call>g</tool_call>", "<tool_call>no call", calls=(("g", "{}"),)),
         ParserExample("<tool_call>f<arg_value></tool_call>", "<tool_call>f<arg_value></tool_call>"),
     )
+    malformed = (
+        Malformed(
+            "no `</arg_value>`",
+            "the value ends before `<arg_key>…</arg_key><arg_value>` with a parameter of the function, or `</tool_call>`",
+            ParserExample(
+                "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</tool_call>", calls=(("f", '{"a": "1", "b": "2"}'),)
+            ),
+        ),
+        Malformed(
+            "a value that isn't of its schema's type",
+            "it is a string",
+            ParserExample("<tool_call>f<arg_key>n</arg_key><arg_value>five</arg_value></tool_call>", calls=(("f", '{"n": "five"}'),)),
+        ),
+        Malformed(
+            "text between the tags",
+            "the call ends there, and the rest is content",
+            ParserExample("<tool_call>f<arg_key>a</arg_key>oops</tool_call>", "oops", calls=(("f", ""),)),
+        ),
+        Malformed("a name without a tag after it", "all of it is content", ParserExample("<tool_call>f {}", "<tool_call>f {}")),
+        Malformed(
+            "no `</tool_call>`",
+            "the call is cut off",
+            ParserExample("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>", calls=(("f", '{"a": "1"'),)),
+        ),
+    )
     key_begin = "<arg_key>"
     key_end = "</arg_key>"
     value_begin = "<arg_value>"
-    value_end = Marks("</arg_value>")
+    value_end = "</arg_value>"
     call_ends = ("</tool_call>",)
 
     def begins_call(self, char: str) -> bool:

@@ -6,6 +6,7 @@ import json
 
 from dovetail.api.parser import CallForm, ParserCapabilities, ParserExample
 from dovetail_server.parsers.calls import ClosedCalls
+from dovetail_server.parsers.pieces import Malformed
 
 
 class HermesCalls(ClosedCalls):
@@ -24,6 +25,39 @@ class HermesCalls(ClosedCalls):
         ParserExample("a <tool_cal> <<tool_call", "a <tool_cal> <<tool_call"),
         ParserExample("<tool_call>no</tool_call>", "<tool_call>no</tool_call>"),
         ParserExample('<tool_call>{"name": "f", oops</tool_call> so', "oopsso", calls=(("f", ""),)),
+    )
+    malformed = (
+        Malformed(
+            "no end mark",
+            "the call ends with its last brace",
+            ParserExample('<tool_call>{"name": "f", "arguments": {}} B', "B", calls=(("f", "{}"),)),
+        ),
+        Malformed("no arguments", "they are `{}`", ParserExample('<tool_call>{"name": "f"}</tool_call>', calls=(("f", "{}"),))),
+        Malformed(
+            "arguments that aren't an object",
+            "passed on unchanged",
+            ParserExample('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', calls=(("f", '"x"'),)),
+        ),
+        Malformed(
+            "invalid JSON up to the name",
+            "all of it is content",
+            ParserExample('<tool_call>{name: "f"}</tool_call>', '<tool_call>{name: "f"}</tool_call>'),
+        ),
+        Malformed(
+            "invalid JSON after the name",
+            "the call ends there, and the rest is content",
+            ParserExample('<tool_call>{"name": "f", oops</tool_call>', "oops", calls=(("f", ""),)),
+        ),
+        Malformed(
+            "text after the last brace",
+            "it is content",
+            ParserExample('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', "}", calls=(("f", "{}"),)),
+        ),
+        Malformed(
+            "a mark before the mark",
+            "the first one is content",
+            ParserExample('<tool_call><tool_call>{"name": "f"}</tool_call>', "<tool_call>", calls=(("f", "{}"),)),
+        ),
     )
 
     @classmethod

@@ -102,7 +102,7 @@ class JsonCall:
     - `bad`: the next character can't continue it. If it isn't `started`, it isn't a call; otherwise the call ends before that character.
 
     An object without a mark before it (`bare`) may also be an answer in JSON. It counts as a call once its arguments begin, which must be an object,
-    and it is bad at the first key that calls don't have.
+    and it is bad at a key before them that calls don't have.
     """
 
     def __init__(self, index: int, call_id: str, lead: str = "", *, bare: bool = False) -> None:
@@ -245,7 +245,7 @@ class JsonCall:
             return
         if self._role is _Role.KEY:
             self._key = string
-            self.bad = self._bare and string not in _BARE_KEYS
+            self.bad = self._bare and not self.started and string not in _BARE_KEYS
         else:
             self._name = string
             self.bad = not string or unicode_error(string) is not None

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3 models: the whole answer is `{"name": …, "parameters": {…}}`, several are separated by `;`.
+"""Tool calls of Llama 3 models: the whole answer is `{"name": …, "parameters": {…}}`, several are separated by `;`, `,` or whitespace.
 
 `<|python_tag|>` may precede the first one.
 """
@@ -11,9 +11,10 @@ from pydantic import BaseModel
 
 from dovetail.api.parser import CallForm, ParserCapabilities, ParserContext, ParserExample
 from dovetail_server.parsers.calls import CallParser
-from dovetail_server.parsers.pieces import Marks, after_space
+from dovetail_server.parsers.pieces import Malformed, Marks, after_space
 
 _TAG = "<|python_tag|>"
+_SEPARATORS = ";,"
 
 
 class Llama3JsonCalls(CallParser):
@@ -29,6 +30,37 @@ class Llama3JsonCalls(CallParser):
         ParserExample('{"name":"f","parameters":{"a": ";"}}; {"name":"g","parameters":{}}', calls=(("f", '{"a": ";"}'), ("g", "{}"))),
         ParserExample('{"parameters":{},"name":"f"} x', "x", calls=(("f", "{}"),)),
         ParserExample("<|python_tag|>print(1)", "<|python_tag|>print(1)"),
+    )
+    malformed = (
+        Malformed(
+            "another separator than `;`",
+            "`,`, whitespace and nothing are accepted as well",
+            ParserExample(
+                '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}, {"name": "h", "parameters": {}}',
+                calls=(("f", "{}"), ("g", "{}"), ("h", "{}")),
+            ),
+        ),
+        Malformed(
+            "text after a call",
+            "it is content, with the separator before it",
+            ParserExample('{"name": "f", "parameters": {}}, and so on', ", and so on", calls=(("f", "{}"),)),
+        ),
+        Malformed("no parameters", "all of it is content", ParserExample('{"name": "f"}', '{"name": "f"}')),
+        Malformed(
+            "parameters that aren't an object",
+            "all of it is content",
+            ParserExample('{"name": "f", "parameters": "x"}', '{"name": "f", "parameters": "x"}'),
+        ),
+        Malformed(
+            "another key before the parameters",
+            "all of it is content",
+            ParserExample('{"name": "f", "why": 1, "parameters": {}}', '{"name": "f", "why": 1, "parameters": {}}'),
+        ),
+        Malformed(
+            "another key after the parameters",
+            "it is ignored",
+            ParserExample('{"name": "f", "parameters": {}, "why": 1}', calls=(("f", "{}"),)),
+        ),
     )
     marks = Marks(_TAG)
 
@@ -47,7 +79,7 @@ class Llama3JsonCalls(CallParser):
         return char == "{"
 
     def after_call(self, *, complete: bool) -> None:
-        """Expect a separator and another call."""
+        """Expect another call, perhaps after a separator."""
         self._state = type(self).separator if complete else type(self).search
 
     def separator(self, text: str, pos: int) -> int:
@@ -55,11 +87,10 @@ class Llama3JsonCalls(CallParser):
         pos = after_space(text, pos)
         if pos == len(text):
             return pos
-        if text[pos] != ";":
-            self._state = type(self).search
-            return pos
-        self.lead = ";"
         self._state = type(self).expect
+        if text[pos] not in _SEPARATORS:
+            return pos
+        self.lead = text[pos]
         return pos + 1
 
 

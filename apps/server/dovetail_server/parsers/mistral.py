@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from dovetail.api.parser import CallForm, ParserCapabilities, ParserContext, ParserExample, ToolCallArguments, ToolCallStart
 from dovetail_server.parsers.calls import CallParser
 from dovetail_server.parsers.json_call import JsonValue
-from dovetail_server.parsers.pieces import Marks, after_space
+from dovetail_server.parsers.pieces import Malformed, Marks, after_space
 
 MAX_HEAD = 512  # characters of name, id and marks
 _HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
@@ -37,6 +37,25 @@ class MistralCalls(CallParser):
         ParserExample('[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a":"}"}B', "B", calls=(("f", '{"a":"}"}'),)),
         ParserExample("[TOOL_CALLS]Hello, you", "[TOOL_CALLS]Hello, you"),
         ParserExample("[TOOL_CALLS][]", "[TOOL_CALLS][]"),
+    )
+    malformed = (
+        Malformed(
+            "no bracket after the array",
+            "the last call ends with its last brace",
+            ParserExample('[TOOL_CALLS][{"name": "f", "arguments": {}} B', "B", calls=(("f", "{}"),)),
+        ),
+        Malformed(
+            "no mark before a further call with a name and an object",
+            "it is content",
+            ParserExample("[TOOL_CALLS]f{}, g{}", ", g{}", calls=(("f", "{}"),)),
+        ),
+        Malformed("an empty array", "all of it is content", ParserExample("[TOOL_CALLS][]", "[TOOL_CALLS][]")),
+        Malformed("a name without an object", "all of it is content", ParserExample("[TOOL_CALLS]f and so on", "[TOOL_CALLS]f and so on")),
+        Malformed(
+            "invalid JSON after the name in an array",
+            "the call ends there, and the rest is content",
+            ParserExample('[TOOL_CALLS][{"name": "f", oops}]', "oops}]", calls=(("f", ""),)),
+        ),
     )
     marks = Marks("[TOOL_CALLS]")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import Content, Event, Parser, ParserContext
+from dovetail.api.parser import Content, Event, Parser, ParserContext, ParserExample
 
 SPACE = " \t\r\n"  # whitespace in JSON
 MAX_SPACE = 64  # characters of whitespace before a mark that belong to it
@@ -50,12 +50,22 @@ def without_space(text: str, pos: int, end: int) -> int:
     return begin + len(text[begin:end].rstrip(SPACE))
 
 
+class Malformed(NamedTuple):
+    """A mistake that models make in calls, and how the parser recovers. The documentation and tests are made from these."""
+
+    mistake: str
+    recovery: str
+    example: ParserExample
+
+
 class OutputParser(Parser):
     """A parser as a state machine.
 
     A state is a method that reads some of a text from a position on, and returns where it stopped. Where the text was cut only determines where the
     events' pieces are cut.
     """
+
+    malformed: ClassVar[tuple[Malformed, ...]] = ()
 
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
         super().__init__(options, context)

@@ -6,7 +6,7 @@ import re
 
 from dovetail.api.parser import ParserCapabilities, ParserExample
 from dovetail_server.parsers.json_call import MAX_NAME
-from dovetail_server.parsers.pieces import Marks
+from dovetail_server.parsers.pieces import Malformed
 from dovetail_server.parsers.tagged import TaggedCalls, tag_at
 
 _FUNCTION = "<function="
@@ -33,9 +33,42 @@ class Qwen3CoderCalls(TaggedCalls):
         ParserExample("<tool_call> <function no", "<tool_call> <function no"),
         ParserExample("<tool_call><function=f>oops</function></tool_call>x", "oops</function>x", calls=(("f", ""),)),
     )
+    malformed = (
+        Malformed(
+            "no `</parameter>`",
+            "the value ends before `<parameter=…>` with a parameter of the function, or `</function>` with `</tool_call>`",
+            ParserExample(
+                "<tool_call><function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</function>\n</tool_call>",
+                calls=(("f", '{"a": "1", "b": "2"}'),),
+            ),
+        ),
+        Malformed(
+            "no `</function>`",
+            "`</tool_call>` ends the call",
+            ParserExample("<tool_call><function=f><parameter=a>1</parameter></tool_call>", calls=(("f", '{"a": "1"}'),)),
+        ),
+        Malformed(
+            "no `</tool_call>`", "`</function>` ends the call", ParserExample("<tool_call><function=f></function>B", "B", calls=(("f", "{}"),))
+        ),
+        Malformed(
+            "a value that isn't of its schema's type",
+            "it is a string",
+            ParserExample("<tool_call><function=f><parameter=n>five</parameter></function></tool_call>", calls=(("f", '{"n": "five"}'),)),
+        ),
+        Malformed(
+            "text between the tags",
+            "the call ends there, and the rest is content",
+            ParserExample("<tool_call><function=f>oops</function></tool_call>", "oops</function>", calls=(("f", ""),)),
+        ),
+        Malformed(
+            "no `<tool_call>`",
+            "all of it is content",
+            ParserExample("<function=f></function></tool_call>", "<function=f></function></tool_call>"),
+        ),
+    )
     key_begin = "<parameter="
     key_end = ">"
-    value_end = Marks("</parameter>")
+    value_end = "</parameter>"
     call_ends = ("</function>", "</tool_call>")
     lines = True
 

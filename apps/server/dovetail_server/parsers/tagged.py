@@ -1,78 +1,42 @@
-"""`TaggedCalls`: base of formats that write arguments between tags, without quotes. They are converted to JSON incrementally. `Parameters` says which
-parameters of a request's tools accept strings."""
+"""`TaggedCalls`: base of formats that write arguments between tags, without quotes. They are converted to JSON incrementally."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Sequence
+from typing import ClassVar, NoReturn
 
 from pydantic import BaseModel
 
 from dovetail.api.parser import MAX_HELD, Event, ParserContext, ToolCallArguments, ToolCallStart
 from dovetail_server.parsers.calls import CALL_END, ClosedCalls
 from dovetail_server.parsers.json_call import MAX_NAME
-from dovetail_server.parsers.pieces import Marks, after_space
+from dovetail_server.parsers.pieces import MAX_SPACE, after_space
+from dovetail_server.parsers.schema_kinds import Parameters, Reading
 
 QUOTE = '"'
+_UNCERTAIN = -1  # more text is needed
 _AS_IN_PYTHON = {"True": "true", "False": "false", "None": "null"}  # some models write Python's constants
-_DEEPEST = 8  # nested alternatives and references
-
-
-class Parameters:
-    """Schemas of all functions' parameters. They come from the client: anything that isn't a schema is ignored."""
-
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._schemas: dict[str, Mapping[str, Any]] = {}  # by function
-        for tool in tools:
-            function = _mapping(_mapping(tool).get("function"))
-            self._schemas[str(function.get("name"))] = _mapping(function.get("parameters"))
-
-    def take_text(self, function: str, parameter: str) -> bool:
-        """Return True if the parameter accepts strings, or is unknown."""
-        schema = self._schemas.get(function, {})
-        return _takes_text(_mapping(schema.get("properties")).get(parameter), schema, _DEEPEST)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _takes_text(value: Any, root: Mapping[str, Any], depth: int) -> bool:
-    schema = _mapping(value)
-    if depth == 0:
-        return True
-    if isinstance(reference := schema.get("$ref"), str):
-        return _takes_text(_referred(reference, root), root, depth - 1)
-    for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(several := schema.get(word), list) and several:
-            return any(_takes_text(one, root, depth - 1) for one in several)
-    if isinstance(values := schema.get("enum"), list):
-        return any(isinstance(one, str) for one in values)
-    kinds = schema.get("type", "string")
-    return "string" in kinds if isinstance(kinds, list) else kinds == "string"
-
-
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    value: Any = root
-    for name in reference.removeprefix("#").strip("/").split("/"):
-        value = _mapping(value).get(name)
-    return value
 
 
 class TaggedCalls(ClosedCalls):
     """Subclasses define the tags, and parse the function's name. A call is emitted once its name is certain; from then on anything but one of its
     tags ends it.
 
-    A value is a string if the tool's schema allows one or doesn't specify it, and is emitted as it arrives. Otherwise it is held until its end, at
-    most MAX_HELD characters; it is emitted unchanged if it is JSON, otherwise as a string.
+    A value is a string if the tool's schema allows one or doesn't specify it. It is emitted as it
+    arrives, unless it may still be a constant that the schema allows, too, such as `null`. Other
+    values are held until their end, at most MAX_HELD characters, and emitted unchanged if they are
+    JSON, otherwise as a string.
+
+    A value ends at `value_end`. Models forget it, so it also ends before the tag of a parameter of
+    the function, and before all of `call_ends`.
     """
 
     key_begin: ClassVar[str]
     key_end: ClassVar[str]
     value_begin: ClassVar[str | None] = None  # None: values directly follow keys
-    value_end: ClassVar[Marks]
-    call_ends: ClassVar[tuple[str, ...]]
+    value_end: ClassVar[str]
+    call_ends: ClassVar[tuple[str, ...]]  # in the order in which they are written
     lines: ClassVar[bool] = False  # True: a value's first and last line break are markup
 
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
@@ -81,8 +45,9 @@ class TaggedCalls(ClosedCalls):
         self._function: str | None = None  # of the current call
         self._first = True  # before the first argument
         self._key = ""
-        self._is_text = True  # the current value
-        self._value: list[str] = []  # its text, if not a string
+        self._reading = Reading(is_text=True)  # of the current value
+        self._holds = False  # its text is held, since it may not be a string
+        self._value: list[str] = []  # held text
         self._value_size = 0
 
     @property
@@ -158,37 +123,74 @@ class TaggedCalls(ClosedCalls):
         return pos + 1 if text[pos] == "\n" else pos
 
     def value(self, text: str, pos: int) -> int:
-        """State: a value, up to its end tag."""
-        match = self.value_end.find(text, pos)
-        end = match.start() if match else self.value_end.certain(text, pos)
-        if self.lines and end > pos and text[end - 1] == "\n":
-            end -= 1
-        self._grow(text[pos:end])
-        if match is None:
-            return self.hold(text, end)
-        self._write(QUOTE if self._is_text else _json("".join(self._value)))
+        """State: a value, up to its end."""
+        end, length = self._find_end(text, pos)
+        content_end = end - 1 if self.lines and end > pos and text[end - 1] == "\n" else end
+        self._grow(text[pos:content_end])
+        if length == _UNCERTAIN:
+            return self.hold(text, content_end)
+        self._write(self._held_value() if self._holds else QUOTE)
         self._value.clear()
         self._state = type(self).between
-        return match.end()
+        return end + length
+
+    def _find_end(self, text: str, pos: int) -> tuple[int, int]:
+        """Return the position up to which `text` certainly is the value, and the length of the end tag
+        there."""
+        begin = text.find("<", pos)
+        while begin >= 0:
+            length = self._end_at(text, begin)
+            if length is not None:
+                return begin, length
+            begin = text.find("<", begin + 1)
+        return len(text), _UNCERTAIN
+
+    def _end_at(self, text: str, pos: int) -> int | None:
+        """Return the length of the end tag if the value ends at `pos`, 0 if it ends there without one;
+        None if it doesn't end there; _UNCERTAIN if the text ends before that is known."""
+        tag = tag_at(text, pos, (self.value_end, self.key_begin, self.call_ends[0]))
+        if tag == self.key_begin:
+            return self._key_at(text, pos + len(tag))
+        if tag == self.call_ends[0]:
+            return _tags_at(text, pos, self.call_ends)
+        return len(tag) or _UNCERTAIN if tag is not None else None
+
+    def _key_at(self, text: str, pos: int) -> int | None:
+        """Return 0 if the name of a parameter of the function is at `pos`, and its value follows; otherwise like `_end_at`."""
+        end = text.find(self.key_end, pos, pos + MAX_NAME + len(self.key_end))
+        if end < 0:
+            return _UNCERTAIN if len(text) - pos < MAX_NAME + len(self.key_end) else None
+        if not self._parameters.has(self._function or "", text[pos:end].strip()):
+            return None
+        return 0 if self.value_begin is None else _tags_at(text, end + len(self.key_end), (self.value_begin,))
 
     def _begin_value(self) -> None:
-        self._is_text = self._parameters.take_text(self._function or "", self._key)
+        self._reading = self._parameters.reading(self._function or "", self._key)
+        self._holds = not self._reading.is_text or bool(self._reading.constants)
         self._value_size = 0
-        self._write(f"{'{' if self._first else ', '}{_quoted(self._key)}: {QUOTE if self._is_text else ''}")
+        self._write(f"{'{' if self._first else ', '}{_quoted(self._key)}: {'' if self._holds else QUOTE}")
         self._first = False
         self._state = type(self).first_line if self.lines else type(self).value
 
     def _grow(self, piece: str) -> None:
-        if not self._is_text:
+        if self._holds:
             self._value.append(piece)
             self._value_size += len(piece)
-            if self._value_size <= MAX_HELD:
+            if self._value_size <= MAX_HELD and self._may_be_other():
                 return
-            self._is_text = True
+            self._holds = False
             piece = "".join(self._value)
             self._value.clear()
             self._write(QUOTE)
         self._write(_quoted(piece)[1:-1])
+
+    def _may_be_other(self) -> bool:
+        """Return True if the held text may not be a string."""
+        return not self._reading.is_text or self._reading.may_be_constant("".join(self._value))
+
+    def _held_value(self) -> str:
+        text = "".join(self._value)
+        return (self._reading.constants.get(text.strip()) or _quoted(text)) if self._reading.is_text else _json(text)
 
     def _write(self, text: str) -> None:
         """Append to the call's arguments."""
@@ -210,6 +212,20 @@ def tag_at(text: str, pos: int, tags: tuple[str, ...]) -> str | None:
         if text.startswith(tag, pos):
             return tag
     return "" if any(tag.startswith(text[pos : pos + len(tag)]) for tag in tags) else None
+
+
+def _tags_at(text: str, pos: int, tags: Sequence[str]) -> int | None:
+    """Return 0 if these tags are at `pos`, one after the other; None if they aren't; _UNCERTAIN if the text ends
+    before that is known."""
+    for tag in tags:
+        begin = after_space(text, pos)
+        found = tag_at(text, begin, (tag,)) if begin < len(text) else ""
+        if found is None or begin - pos > MAX_SPACE:
+            return None
+        if found == "":
+            return _UNCERTAIN
+        pos = begin + len(found)
+    return 0
 
 
 def _quoted(text: str) -> str:
