@@ -35,6 +35,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.sampling_params",
         "dovetail.structured",
         "dovetail.limits",
+        "dovetail.bounded_json",
         "dovetail.checks",
         "dovetail.frozen",
         "dovetail.file_keys",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dovetail.bounded_json import JsonBounds, WrongJsonError, read_json
 from dovetail.errors import ModelLoadError
 
 MAX_BYTES = 64 << 20  # the index of a model of 700 billion parameters has 9 MB
 MAX_DEPTH = 50  # nested lists and objects
+BOUNDS = JsonBounds(parts=1_000_000, depth=MAX_DEPTH)  # that index has 92,000 parts
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -38,16 +39,9 @@ def _read(path: Path) -> Any:
     if len(text) > MAX_BYTES:
         raise ModelLoadError(f"{path}: more than {MAX_BYTES >> 20} MiB: that is no file of a model")
     try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ModelLoadError(f"{path}: more than {MAX_DEPTH} lists and objects in one another") from None
-    except (json.JSONDecodeError, UnicodeError) as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from None
-    except ValueError:  # Python limits the digits of an integer
-        raise ModelLoadError(f"{path}: not valid JSON: a number of too many digits") from None
-    if isinstance(content, dict | list) and is_deep(content):
-        raise ModelLoadError(f"{path}: more than {MAX_DEPTH} lists and objects in one another")
-    return content
+        return read_json(text, BOUNDS)
+    except WrongJsonError as error:
+        raise ModelLoadError(f"{path}: {error}") from None
 
 
 def is_deep(content: Mapping[str, Any] | list[Any]) -> bool:

@@ -33,6 +33,12 @@ class Limits(BaseModel):
     max_extra_size: CountOrZero = 65536
     """The most items and characters, with all that is nested in them, of `extra_args`, of `logits_processors` and of `extra`."""
 
+    max_json_parts: Count = 200_000
+    """The most lists, objects and keys, together, in the JSON body of an HTTP request. They are counted before the body is parsed."""
+
+    max_json_depth: Count = 128
+    """The deepest nesting of lists and objects in the JSON body of an HTTP request."""
+
     max_inputs: Count = 2048
     """The most texts of one HTTP request that embeds, classifies or scores."""
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
+from dovetail.bounded_json import WrongJsonError, read_json
 from dovetail.checks import BINARY, INT64, exact_float, plain_integer, plain_text, shown, unicode_error
 from dovetail.errors import RequestError
 
@@ -164,13 +165,9 @@ def _loaded(text: str, name: str) -> Any:
             raise _wrong(name, str(error)) from None
 
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=read)
-    except RecursionError:
-        raise _wrong(name, "it is nested too deeply") from None
-    except RequestError:
-        raise
-    except ValueError as error:
-        raise _wrong(name, f"it isn't valid JSON: {error}") from None
+        return read_json(text, parse_constant=refuse, parse_float=read)
+    except WrongJsonError as error:
+        raise _wrong(name, str(error)) from None
 
 
 def _dumped(value: Any, name: str) -> str:

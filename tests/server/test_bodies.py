@@ -12,6 +12,7 @@ import pytest
 
 from dovetail_server import admission
 from dovetail_server.app import create_app
+from dovetail_server.protocol.openapi import OPERATIONS
 from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import serving
@@ -140,3 +141,16 @@ async def test_stop_sequences_that_are_too_many_are_refused_by_their_number(fake
         answer = await http.post("/v1/messages", json={"messages": [], "max_tokens": 1, "stop_sequences": ["a"] * 2000})
     assert answer.status_code == 400
     assert "stop_sequences: the number of strings" in answer.text
+
+
+@pytest.mark.parametrize("path", [operation.path for operation in OPERATIONS if operation.request is not None])
+async def test_a_body_of_too_many_or_too_deep_parts_is_refused_before_it_is_parsed(path: str, fake: Callable[..., FakeEngine]) -> None:
+    app = create_app(fake(), ServerSettings(batch_directory=None, adapter_directory="/nowhere"))
+    too_many = b"[" + b"[]," * 200_000 + b"[]]"
+    too_deep = b"[" * 129 + b"]" * 129
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as http:
+        for value, said in ((too_many, "more than 200000 lists, objects and keys"), (too_deep, "more than 128 lists and objects in one another")):
+            answer = await http.post(path, content=b'{"prompt": ' + value + b"}", headers={"content-type": "application/json"})
+            assert answer.status_code == 400
+            assert said in answer.text
+            assert "limits.max_json_" in answer.text

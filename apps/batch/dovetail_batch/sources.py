@@ -6,7 +6,6 @@ Sources are streamed: `records` starts at any *position* that the source has ret
 from __future__ import annotations
 
 import csv
-import json
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from dovetail.bounded_json import WrongJsonError, read_json
 from dovetail.checks import did_you_mean, shown
 from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, parse_json
 from dovetail.errors import ConfigError, RequestError
@@ -171,8 +171,8 @@ def with_json_parsed(fields: Fields) -> Fields:
     for name in JSON_CELLS:
         if isinstance(text := fields.get(name), str):
             try:
-                read[name] = json.loads(text)
-            except (ValueError, RecursionError):
+                read[name] = read_json(text)
+            except WrongJsonError:
                 raise RequestError(f"{name} must be JSON, got {shown(text)}") from None
     return {**fields, **read}
 

@@ -20,6 +20,7 @@ import orjson
 from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
+from dovetail.bounded_json import JsonBounds
 from dovetail.errors import DovetailError, RequestError
 from dovetail.front.request_checks import Prompt, check_counts, check_params, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText
@@ -32,7 +33,7 @@ from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
 from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.parsers.registry import AnswerParsing
-from dovetail_server.preparing import Preparing
+from dovetail_server.preparing import SIZES, Preparing
 from dovetail_server.protocol.advisory import HEADER, Advisory, ignored_fields
 from dovetail_server.protocol.decoding import decode, unsupported
 from dovetail_server.protocol.openai_common import GenerationFields, TokenCounts
@@ -220,8 +221,14 @@ class Exchange:
         too_large = HttpError(413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large")
         data = b"".join([part async for part in self.received(most, too_large)])
         self.fields = getattr(kind, "__struct_encode_fields__", ())
-        body = decode(data, kind)
-        check_counts(body, self.engine.info.intake.limits)
+        limits = self.engine.info.intake.limits
+        work = partial(decode, data, kind, JsonBounds(limits.max_json_parts, limits.max_json_depth))
+        if len(data) <= SIZES[0]:
+            body = work()
+        else:
+            async with self.attended():
+                body = await self.server.preparing.decode(self.client, len(data), work)
+        check_counts(body, limits)
         self._body_bytes, self._client = len(data), getattr(body, "client", None)
         return body
 

@@ -1,4 +1,4 @@
-"""`Preparing`: threads that tokenize texts and render conversations, shared fairly by all clients. For `Exchange`."""
+"""`Preparing`: threads that decode bodies, tokenize texts and render conversations, shared fairly by all clients. For `Exchange`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dovetail_server.admission import busy
 T = TypeVar("T")
 
 SIZES = (2**14, 2**17, 2**20, inf)  # largest task of each thread, in bytes
+DECODED_SIZES = (inf,)  # one thread decodes: a parser holds the interpreter's lock, and the event loop gets it in between
 GIVEN_SIZES = (inf, inf)  # the same for threads that render chat templates of requests, which may take seconds
 
 
@@ -29,7 +30,7 @@ class Preparing:
     def __init__(self, max_client_bytes: int) -> None:
         self._max_client_bytes = max_client_bytes
         self._bytes: Counter[Hashable] = Counter()  # pending, by client
-        self._own, self._given = FairThreads(SIZES), FairThreads(GIVEN_SIZES)
+        self._decoding, self._own, self._given = FairThreads(DECODED_SIZES), FairThreads(SIZES), FairThreads(GIVEN_SIZES)
 
     @contextmanager
     def admitted(self, client: Hashable, size: int) -> Iterator[None]:
@@ -47,6 +48,10 @@ class Preparing:
             self._bytes[client] -= size
             if not self._bytes[client]:
                 del self._bytes[client]
+
+    async def decode(self, client: Hashable, size: int, work: Callable[[], T]) -> T:
+        """Run `work`, which decodes a body of `size` bytes, in a thread, and return its result. One body is decoded at a time."""
+        return await self._decoding.run(client, size, work)
 
     async def run(self, client: Hashable, size: int, work: Callable[[], T], *, given_template: bool = False) -> T:
         """Run `work` in a thread, and return its result. `given_template`: it renders a chat template from the request."""

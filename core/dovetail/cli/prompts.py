@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dovetail.bounded_json import WrongJsonError, read_json
 from dovetail.checks import shown
 from dovetail.errors import RequestError
 from dovetail.json_files import MAX_DEPTH, is_deep
@@ -103,13 +103,9 @@ def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Promp
 def parse_json(line: str, hint: str = "") -> Any:
     """Return the JSON value of a line. Raises `RequestError`, also for a repeated key; `hint` ends what it says of a line that isn't JSON."""
     try:
-        return json.loads(line, object_pairs_hook=_object)
-    except RequestError:
-        raise
-    except RecursionError:
-        raise RequestError("not valid JSON: lists and objects are nested too deeply") from None
-    except ValueError as error:
-        raise RequestError(f"not valid JSON: {error if isinstance(error, json.JSONDecodeError) else 'a number of too many digits'}{hint}") from None
+        return read_json(line, object_pairs_hook=_object)
+    except WrongJsonError as error:
+        raise RequestError(f"{error}{hint}") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ For `chat`. Everything that can be wrong with a message is said here, by its pla
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dovetail.bounded_json import JsonTexts, WrongJsonError
 from dovetail.checks import shown
 from dovetail.errors import RequestError
 
@@ -24,7 +24,8 @@ def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:
     every name that templates know. A role is one of `ROLES`, or one that the `template` names. Raises `RequestError` naming the wrong message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"a conversation must be a list of messages, one or more, got {shown(messages)}")
-    return [_read_message(message, f"messages[{index}]", template) for index, message in enumerate(messages)]
+    texts = JsonTexts()
+    return [_read_message(message, f"messages[{index}]", template, texts) for index, message in enumerate(messages)]
 
 
 def without_other_names(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,13 +33,13 @@ def without_other_names(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in _REASONING[1:]}
 
 
-def _read_message(message: Any, place: str, template: str) -> dict[str, Any]:
+def _read_message(message: Any, place: str, template: str, texts: JsonTexts) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f'{place}: a message must be a mapping like {{"role": "user", "content": "…"}}, got {shown(message)}')
     read = {key: value for key, value in message.items() if value is not None}
     _check_role(read.get("role"), place, template)
     if "tool_calls" in read:
-        read["tool_calls"] = _read_tool_calls(read["tool_calls"], place)
+        read["tool_calls"] = _read_tool_calls(read["tool_calls"], place, texts)
     if "content" in read:
         read["content"] = _read_content(read["content"], f"{place}.content")
     elif not (read["role"] == "assistant" and read.get("tool_calls")):
@@ -72,20 +73,20 @@ def _read_part(part: Any, place: str) -> dict[str, Any]:
     return {"type": "text", "text": part["text"]}
 
 
-def _read_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _read_tool_calls(calls: Any, place: str, texts: JsonTexts) -> list[dict[str, Any]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise RequestError(f"{place}.tool_calls must be a list, got {shown(calls)}")
-    return [_read_tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return [_read_tool_call(call, f"{place}.tool_calls[{index}]", texts) for index, call in enumerate(calls)]
 
 
-def _read_tool_call(call: Any, place: str) -> dict[str, Any]:
+def _read_tool_call(call: Any, place: str, texts: JsonTexts) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f'{place} must be like {{"type": "function", "function": {{"name": "…", "arguments": {{…}}}}}}, got {shown(call)}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # as OpenAI's API has them
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
+        with contextlib.suppress(WrongJsonError):
+            arguments = texts.read(arguments or "{}")
     if not isinstance(arguments, Mapping | None):
         raise RequestError(f"{place}.function.arguments must be a mapping, or the JSON text of one, got {shown(function['arguments'])}")
     return {**call, "function": {**function, "arguments": dict(arguments or {})}}

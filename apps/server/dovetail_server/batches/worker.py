@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import msgspec
 import orjson
 from starlette.applications import Starlette
 from starlette.types import Message
@@ -354,11 +355,20 @@ def reason_of(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
+class _Streams(msgspec.Struct):
+    """The part of a body that asks for a stream. The others are skipped, not built."""
+
+    stream: msgspec.Raw = msgspec.Raw(b"false")
+
+
+_STREAMS = msgspec.json.Decoder(_Streams)
+
+
 def _asks_for_stream(body: bytes) -> bool:
     """Return True if a body asks for a stream. Other errors in it are left to the endpoint."""
     try:
-        return b'"stream"' in body and bool(orjson.loads(body).get("stream"))
-    except orjson.JSONDecodeError:  # `scan` doesn't validate bodies
+        return b'"stream"' in body and bytes(_STREAMS.decode(body).stream) == b"true"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # `scan` doesn't validate bodies
         return False
 
 

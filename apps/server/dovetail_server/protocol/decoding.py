@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from dovetail.bounded_json import JsonBounds, excess_of
 from dovetail.checks import did_you_mean, exact_float, shown
 from dovetail_server.errors import HttpError
 
@@ -24,8 +25,10 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, float_hook=exact_float)
 
 
-def decode(data: bytes, kind: type[T]) -> T:
-    """Return a body as a struct. Raises `HttpError` 400 naming the field that is wrong."""
+def decode(data: bytes, kind: type[T], bounds: JsonBounds) -> T:
+    """Return a body as a struct. Raises `HttpError` 400 naming the field that is wrong, or what there is too much of."""
+    if (excess := excess_of(data, bounds)) is not None:
+        raise HttpError(400, f"the body has {excess} (limits.max_json_parts, limits.max_json_depth)", code="json_too_large")
     try:
         body: T = _decoder(kind).decode(data)  # type: ignore[arg-type]
     except msgspec.ValidationError as error:
