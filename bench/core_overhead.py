@@ -74,7 +74,7 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
     scheduler = registry.resolve("scheduler", "fcfs").make(SchedulerContext(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0))
     core = EngineCore(scheduler, kv, executor, capacity, WallClock(), CoreSettings(num_seqs, 65_536, True, "fcfs", config.pace))
     model_dir = resolve_model("demo", registry)
-    return LLMEngine(Assembly(config, core, capacity, model_dir, GenerationDefaults()))
+    return LLMEngine(Assembly(config, core, capacity, model_dir, model_dir, GenerationDefaults()))
 
 
 def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:

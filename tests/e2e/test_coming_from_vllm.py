@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,12 +239,24 @@ def subscript(llm: LLM) -> None:
                 holder[key]  # type: ignore[index]
 
 
+def files(llm: LLM) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "engine.yaml")
+        path.write_text("model: demo\nmax_num_seqs: 2\nmax_model_len: 32\n")
+        for source in (path, str(path), EngineConfig.load(path)):
+            with LLM(source, max_model_len=64) as other:
+                assert (other.engine.config.max_num_seqs, other.engine.config.max_model_len) == (2, 64)
+
+
 def takes_and_steps(llm: LLM) -> None:
     engine = llm.llm_engine
     engine.add_request("a", "ROMEO:", GREEDY)
     engine.add_request("b", "ROMEO:", GREEDY)
     engine.add_request("c", "ROMEO:", GREEDY)
     assert engine.get_num_unfinished_requests() == 3
+    assert engine.has_unfinished_requests_for_virtual_engine(0)
+    with pytest.raises(RequestError, match="virtual_engine must be 0, got 1"):
+        engine.has_unfinished_requests_for_virtual_engine(1)
     engine.abort_request(["b", "c"])
     assert {output.request_id for output in drained(engine)} == {"a"}
     assert not engine.has_unfinished_requests()
@@ -277,6 +290,8 @@ def configs(llm: LLM) -> None:
     assert (cache.block_size, cache.num_gpu_blocks, cache.enable_prefix_caching) == (16, engine.capacity.num_pages, True)
     assert cache.cache_dtype == "float32", "as the activations"
     assert (parallel.tensor_parallel_size, parallel.world_size) == (1, 1)
+    assert engine.get_decoding_config().guided_decoding_backend == "llguidance"
+    assert model.hf_config.vocab_size == model.get_vocab_size()
 
 
 def tokenizers(llm: LLM) -> None:
@@ -395,6 +410,9 @@ async def tells(engine: AsyncLLMEngine) -> None:
     await engine.do_log_stats()
     await engine.check_health()
     assert (await engine.get_model_config()).max_model_len == 64
+    for kind in ("scheduler", "cache", "parallel", "decoding", "lora"):
+        name = f"get_{kind}_config"
+        assert await getattr(engine, name)() == getattr(engine.engine, name)()
     assert (await engine.get_tokenizer()).encode("ROMEO:")
 
 
@@ -417,6 +435,7 @@ def resets(llm: LLM) -> None:
 
 
 METHODS: dict[str, Callable[[LLM], None]] = {
+    'LLM("engine.yaml")': files,
     "llm.generate(prompts, sampling_params, use_tqdm)": generates,
     'llm.generate([{"prompt_token_ids": [1, 2]}])': ids,
     "llm.chat(messages, sampling_params)": chats,
@@ -435,10 +454,12 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     "engine.has_unfinished_requests()": takes_and_steps,
     "engine.get_num_unfinished_requests()": takes_and_steps,
     "engine.abort_request(request_ids)": takes_and_steps,
+    "engine.has_unfinished_requests_for_virtual_engine(0)": takes_and_steps,
     "engine.get_model_config()": configs,
     "engine.get_scheduler_config()": configs,
     "engine.get_cache_config()": configs,
     "engine.get_parallel_config()": configs,
+    "engine.get_decoding_config()": configs,
     "engine.get_tokenizer()": tokenizers,
     "engine.do_log_stats()": logs,
     "AsyncLLMEngine.from_engine_args(EngineArgs(model=...))": answers,
@@ -452,6 +473,18 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     "engine.shutdown()": shuts_down,
     "llm.reset_prefix_cache()": resets,
 }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: LLMEngine("demo"), lambda: LLMEngine(model_config=1, cache_config=2), LLMEngine],  # type: ignore[arg-type]
+    ids=["model", "configs", "nothing"],
+)
+def test_an_engine_made_without_its_class_methods_is_answered_with_them(make: Callable[[], LLMEngine]) -> None:
+    with pytest.raises(ConfigError, match=r"LLMEngine\.from_config\(\"demo\"\).*from_engine_args"):
+        make()
+    with pytest.raises(ConfigError, match=r"AsyncLLMEngine\.from_config\(\"demo\"\).* got 'demo'"):
+        AsyncLLMEngine("demo")  # type: ignore[arg-type]
 
 
 def test_every_method_on_the_page_is_tested() -> None:

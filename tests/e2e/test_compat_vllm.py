@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from dovetail import LLM, AsyncLLMEngine, EngineArgs, SamplingParams
+from dovetail import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from dovetail.compat.vllm import gaps
 from dovetail.compat.vllm.sampling_params import RequestOutputKind
+from dovetail.compat.vllm.usage.usage_lib import UsageContext
 from dovetail.compat.vllm.utils.argparse_utils import FlexibleArgumentParser
 from dovetail.errors import ConfigError, DovetailError, RequestError
 from dovetail.front.engine_args import flag_of
@@ -396,6 +397,25 @@ def test_a_missing_name_is_explained_by_import_and_by_lookup(module: str) -> Non
             import_module(name).PromptType  # noqa: B018
     with pytest.raises(ImportError, match="a prompt is a text"):
         exec(f"from {name} import PromptType")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "ours"),
+    [
+        ("entrypoints.llm", "LLM", LLM),
+        ("v1.engine.llm_engine", "LLMEngine", LLMEngine),
+        ("engine.llm_engine", "LLMEngine", LLMEngine),
+        ("v1.engine.async_llm", "AsyncLLM", AsyncLLMEngine),
+    ],
+)
+def test_an_engine_is_where_its_programs_look_for_it(module: str, name: str, ours: type) -> None:
+    assert getattr(import_module(f"dovetail.compat.vllm.{module}"), name) is ours
+
+
+def test_uses_of_an_engine_have_their_names() -> None:
+    assert UsageContext.LLM_CLASS == "LLM_CLASS"
+    with pytest.raises(ImportError, match="no usage is reported"):
+        exec("from dovetail.compat.vllm.usage.usage_lib import UsageMessage")
 
 
 # Flags

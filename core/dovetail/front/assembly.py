@@ -106,6 +106,7 @@ class Assembly:
     config: EngineConfig
     core: EngineCore
     capacity: Capacity
+    model_dir: Path
     tokenizer_dir: Path
     defaults: GenerationDefaults
     has_logprobs: bool = True
@@ -282,6 +283,7 @@ def assemble(
             config=config,
             core=core,
             capacity=capacity,
+            model_dir=model_dir,
             tokenizer_dir=tokenizer_dir,
             defaults=defaults,
             has_logprobs=executor.capabilities.logprobs,

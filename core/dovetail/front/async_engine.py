@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from dovetail.checks import shown
-from dovetail.errors import EngineDeadError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, RequestError
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.outputs import EngineOutput
@@ -26,7 +26,7 @@ from dovetail.sampling_params import OutputKind, SamplingParams, in_use
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
     from dovetail.front.engine_args import EngineArgs
-    from dovetail.front.engine_info import ModelConfig
+    from dovetail.front.engine_info import CacheConfig, DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
 
 
 class _Consumer:
@@ -56,7 +56,9 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Take ownership of `engine`, which is closed with this one."""
+        """Take ownership of `engine`, which is closed with this one. Raises `ConfigError` for anything but an `LLMEngine`."""
+        if not isinstance(engine, LLMEngine):
+            raise ConfigError(f'an AsyncLLMEngine is made by AsyncLLMEngine.from_config("demo") or of an LLMEngine, got {shown(engine)}')
         self.engine = engine
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
         self._readers: dict[_Consumer, str] = {}  # request ids
@@ -158,6 +160,26 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     async def get_model_config(self) -> ModelConfig:
         """As `LLMEngine.get_model_config`."""
         return self.engine.get_model_config()
+
+    async def get_scheduler_config(self) -> SchedulerConfig:
+        """As `LLMEngine.get_scheduler_config`."""
+        return self.engine.get_scheduler_config()
+
+    async def get_cache_config(self) -> CacheConfig:
+        """As `LLMEngine.get_cache_config`."""
+        return self.engine.get_cache_config()
+
+    async def get_parallel_config(self) -> ParallelConfig:
+        """As `LLMEngine.get_parallel_config`."""
+        return self.engine.get_parallel_config()
+
+    async def get_decoding_config(self) -> DecodingConfig:
+        """As `LLMEngine.get_decoding_config`."""
+        return self.engine.get_decoding_config()
+
+    async def get_lora_config(self) -> LoRAConfig | None:
+        """As `LLMEngine.get_lora_config`."""
+        return self.engine.get_lora_config()
 
     async def do_log_stats(self) -> None:
         """As `LLMEngine.do_log_stats`."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dovetail.engine.stats import EngineStats
+from dovetail.errors import ModelLoadError, describe
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from dovetail.api.executor import Capacity
     from dovetail.config import EngineConfig
+    from dovetail.registry.resolved import ResolvedComponent
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,17 @@ class ModelConfig:
     max_model_len: int  # tokens of the longest sequence
     vocab_size: int
     seed: int
+    directory: Path  # of its files
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """The model's `config.json`, read by transformers. Raises `ModelLoadError` if it can't."""
+        from transformers import AutoConfig  # takes seconds, and few programs ask
+
+        try:
+            return AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
+        except Exception as error:
+            raise ModelLoadError(f"{self.directory}: transformers can't read config.json: {describe(error)}") from error
 
     def get_vocab_size(self) -> int:
         return self.vocab_size
@@ -60,6 +76,18 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodingConfig:
+    """The grammar backend of structured output."""
+
+    backend: str | None  # None: none is installed
+
+    @property
+    def guided_decoding_backend(self) -> str | None:
+        """The same as `backend`."""
+        return self.backend
+
+
+@dataclass(frozen=True, slots=True)
 class LoRAConfig:
     """Settings of adapters."""
 
@@ -93,7 +121,7 @@ class Gauge(Metric):
     kind = "gauge"
 
 
-def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
+def model_config(config: EngineConfig, capacity: Capacity, directory: Path) -> ModelConfig:
     details = capacity.details
     return ModelConfig(
         model=config.model.path,
@@ -103,7 +131,12 @@ def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
         max_model_len=capacity.max_model_len,
         vocab_size=capacity.vocab_size,
         seed=config.seed,
+        directory=directory,
     )
+
+
+def decoding_config(grammar: ResolvedComponent | None) -> DecodingConfig:
+    return DecodingConfig(None if grammar is None else grammar.spec.name)
 
 
 def lora_config(config: EngineConfig) -> LoRAConfig | None:

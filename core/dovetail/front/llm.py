@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 from tqdm.auto import tqdm  # in a notebook a widget
 
 from dovetail.checks import BINARY, is_integer, shown
+from dovetail.config import EngineConfig
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import engine_info
 from dovetail.front.beam_search import BeamSearchOutput, beam_search
@@ -55,10 +56,11 @@ class LLM(SaysWhatIsMissing):
     ```
     """
 
-    def __init__(self, model: str | Path = "demo", **overrides: Any) -> None:
-        """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`, or one of vLLM's
-        arguments that `dovetail.front.vllm_args` supports. Pass a whole config as `LLM(**config)`, or use `LLMEngine.from_config`."""
-        self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **translated(overrides))
+    def __init__(self, model: str | Path | EngineConfig = "demo", **overrides: Any) -> None:
+        """`model`: "demo", a local directory, a hub id, an `engine.yaml` or an `EngineConfig`. `overrides`: any key of `engine.yaml`, e.g.
+        `scheduler="priority"`, or one of vLLM's arguments that `dovetail.front.vllm_args` supports; they replace those of the file."""
+        source = model if isinstance(model, str | Path | EngineConfig) else {"model": model}
+        self.engine = LLMEngine.from_config(source, **translated(overrides))
         self.engine.run_in_thread()
 
     def __repr__(self) -> str:
@@ -88,8 +90,7 @@ class LLM(SaysWhatIsMissing):
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.FINAL)
         fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
         with _no_collection() as begun:
-            stream = OutputStream[RequestOutput](self.engine, "generate", self.engine.all_tokenized(prompts), params, fields, begun)
-            return self._collected(stream, len(prompts), use_tqdm)
+            return self._collected("generate", self.engine.all_tokenized(prompts), params, fields, begun, use_tqdm)
 
     def stream(
         self,
@@ -192,8 +193,7 @@ class LLM(SaysWhatIsMissing):
         prompts = self.engine.pooling.prepared(prompts, params, prompt_name)
         with _no_collection() as begun:
             fields = _fields_of_each(len(prompts), lora_request=lora_request)
-            stream = OutputStream[PoolingRequestOutput[PoolingOutput]](self.engine, "encode", prompts, params, fields, begun)
-            return self._collected(stream, len(prompts), use_tqdm)
+            return self._collected("encode", prompts, params, fields, begun, use_tqdm)
 
     def reward(
         self,
@@ -273,10 +273,8 @@ class LLM(SaysWhatIsMissing):
         plan = self.engine.pooling.plan_scores(pairs, params, template)
         fields = _fields_of_each(len(plan.prompts), lora_request=lora_request)
         with _no_collection() as begun:
-            stream = OutputStream[PoolingRequestOutput[PoolingOutput]](
-                self.engine, "score", plan.prompts, [plan.params] * len(plan.prompts), fields, begun
-            )
-            outputs = self._collected(stream, len(plan.prompts), use_tqdm)
+            each = [plan.params] * len(plan.prompts)
+            outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected("score", plan.prompts, each, fields, begun, use_tqdm)
         return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
 
     @cached_property
@@ -316,16 +314,25 @@ class LLM(SaysWhatIsMissing):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _collected(self, stream: OutputStream[O], count: int, use_tqdm: bool) -> list[O]:
-        """Wait until all have finished."""
-        outputs: dict[int, O] = {}
-        with stream, tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            speed = _Speed(self.engine)
+    def _collected(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams] | Sequence[PoolingParams],
+        fields: Sequence[Mapping[str, Any]],
+        begun: Callable[[], None],
+        use_tqdm: bool,
+    ) -> list[Any]:
+        """Add requests, as `OutputStream` does, and wait until all have finished. Return their outputs in order."""
+        outputs: dict[int, Any] = {}
+        speed = _Speed(self.engine)  # before the first step, which may compute all prompts
+        stream = OutputStream[Any](self.engine, name, prompts, params, fields, begun)
+        with stream, tqdm(total=len(prompts), desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
             for output in stream:
                 outputs[output.prompt_index] = output
                 bar.set_postfix_str(speed.text(), refresh=False)
                 bar.update()
-        return [outputs[place] for place in range(count)]
+        return [outputs[place] for place in range(len(prompts))]
 
 
 class OutputStream(Generic[O]):

@@ -16,7 +16,7 @@ from dovetail.api.clock import Clock, VirtualClock
 from dovetail.checks import plain_text, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import EngineStats
-from dovetail.errors import EngineDeadError, RequestError
+from dovetail.errors import ConfigError, EngineDeadError, RequestError
 from dovetail.front import engine_info, request_checks
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dovetail.config import EngineConfig
     from dovetail.front.adapters import AdapterStore
     from dovetail.front.engine_args import EngineArgs
-    from dovetail.front.engine_info import CacheConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from dovetail.front.engine_info import CacheConfig, DecodingConfig, LoRAConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from dovetail.registry.registry import Registry
 
 logger = logging.getLogger("dovetail")
@@ -75,7 +75,13 @@ class LLMEngine(SaysWhatIsMissing):
     ```
     """
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: Assembly | None = None, *others: Any, **named: Any) -> None:
+        """Take an assembled engine: programs use `from_config` or `from_engine_args`. Raises `ConfigError` for their arguments."""
+        if not isinstance(assembly, Assembly) or others or named:
+            raise ConfigError(
+                'an LLMEngine is made by LLMEngine.from_config("demo"), with a model or an engine.yaml, or by '
+                "LLMEngine.from_engine_args(EngineArgs(model=…))"
+            )
         self._assembly = assembly
         self.config = assembly.config
         self.core = assembly.core
@@ -296,6 +302,12 @@ class LLMEngine(SaysWhatIsMissing):
         """Return True if `step` has something to compute or to return."""
         return self.core.has_unfinished() or (self._thread is not None and self._thread.has_unclaimed)
 
+    def has_unfinished_requests_for_virtual_engine(self, virtual_engine: int) -> bool:
+        """Do what `has_unfinished_requests` does. Raises `RequestError` for a number other than 0: there is one engine."""
+        if virtual_engine != 0:
+            raise RequestError(f"virtual_engine must be 0, got {shown(virtual_engine)}: there is one engine")
+        return self.has_unfinished_requests()
+
     @exclusive
     def get_num_unfinished_requests(self) -> int:
         """Return the number of unfinished requests; samples of n > 1 count once."""
@@ -354,7 +366,7 @@ class LLMEngine(SaysWhatIsMissing):
 
     def get_model_config(self) -> ModelConfig:
 
-        return engine_info.model_config(self.config, self.capacity)
+        return engine_info.model_config(self.config, self.capacity, self._assembly.model_dir)
 
     def get_scheduler_config(self) -> SchedulerConfig:
 
@@ -367,6 +379,10 @@ class LLMEngine(SaysWhatIsMissing):
     def get_parallel_config(self) -> ParallelConfig:
 
         return engine_info.parallel_config(self.capacity)
+
+    def get_decoding_config(self) -> DecodingConfig:
+
+        return engine_info.decoding_config(self._assembly.grammar)
 
     def get_lora_config(self) -> LoRAConfig | None:
         """Return the settings of adapters; None without `adapters`."""

@@ -385,6 +385,8 @@ _ROWS = (
         otherwise=f"{_EDIT_CONFIG}; pooling={{'score_tokens': ['yes', 'no']}} makes a generator score",
         refused={"rope_theta": 1e6},
     ),
+    _anyway("hf_config", None, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"rope_theta": 1e6}),
+    _anyway("eos", None, -1, why="the checkpoint names its EOS", otherwise="say it in SamplingParams: stop_token_ids", refused=2),
     _anyway("rope_scaling", None, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"factor": 2.0}),
     _anyway("disable_sliding_window", False, why="config.json holds", otherwise="lower max_model_len to the window instead", refused=True),
     _anyway("model_impl", "auto", why="native models come first", otherwise=_MODEL_IMPL, refused="transformers"),

@@ -1,0 +1,1 @@
+"""nano-vllm's engine."""

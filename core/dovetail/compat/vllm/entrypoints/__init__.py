@@ -1,0 +1,1 @@
+"""vLLM's entry points. `dovetail serve` is the server."""

@@ -1,0 +1,1 @@
+"""vLLM's reports of usage. Dovetail sends none."""
