@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from dovetail.errors import DovetailError
+from dovetail.request import CompletionOutput
 from dovetail_server.parsers.pieces import Malformed
+from dovetail_server.parsers.reader import AnswerReader
 from dovetail_server.parsers.registry import ChosenParsers, Finds, opens_reasoning, parser_for
 from tests.server.answers import KNOWN, parser_named
 from tests.support import examples
@@ -469,6 +471,27 @@ def test_content_is_held_no_longer_than_it_may_be_a_mark() -> None:
 )
 def test_a_call_that_is_cut_off_keeps_what_has_come_of_it(tool_parser: str, text: str, expected: Answer) -> None:
     assert by_characters(text, tool_parser) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("So <tool_c", Answer("", "So", ())),
+        ("So <tool_call>", Answer("", "So", ())),
+        ("So <tool_box", Answer("", "So <tool_box", ())),
+        ('<tool_call>{"name": "f"}</tool_call>\n<tool_', Answer("", "", (Call("f", "{}"),))),
+        ("<thi", Answer("", "", ())),
+        ("<think>I </thi", Answer("I", "", ())),
+    ],
+)
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_an_answer_that_is_cut_off_within_a_mark_ends_before_it(text: str, expected: Answer, finish: Literal["length", "stop"]) -> None:
+    for pieces in ([text], list(text)):
+        reader = AnswerReader(parser_named("hermes", "think", tools=TOOLS))
+        outputs = [CompletionOutput(0, piece, (1,)) for piece in pieces]
+        outputs[-1].finish_reason = finish
+        found = joined([event for output in outputs for event in reader.read(output)])
+        assert found == (expected if finish == "length" else parse(text, "hermes")), "the model may end its answer with such a text"
 
 
 @pytest.mark.parametrize(

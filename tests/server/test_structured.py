@@ -174,14 +174,28 @@ def test_a_named_function_is_called_whole_and_streamed(api: openai.OpenAI, parse
 
 @pytest.mark.parametrize("parser", BOTH_WAYS)
 def test_a_required_answer_is_calls_and_nothing_else(api: openai.OpenAI, parser: str) -> None:
-    for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=8, max_completion_tokens=150).choices:
-        calls, begun = choice.message.tool_calls, choice.message.content or ""
-        if choice.finish_reason == "length":  # amidst a call, or in what begins one, which is no call yet
-            assert not begun or any(begun.startswith(mark[: len(begun)]) for mark in ("<tool_call>", "[TOOL_CALLS]"))
-            calls = calls if begun else calls[:-1]
-        else:
-            assert (choice.finish_reason, begun) == ("tool_calls", "")
-        assert all(follows(json.loads(call.function.arguments), ARGUMENTS[call.function.name]) for call in calls)
+    options = {"tools": TOOLS, "tool_choice": "required", "n": 8, "max_completion_tokens": 150}
+    for choice in ask(api, TEMPLATES[parser], **options, parallel_tool_calls=True).choices:
+        calls = choice.message.tool_calls or []
+        assert not choice.message.content, "not even the beginning of a call that was cut off"
+        assert choice.finish_reason in ("length", "tool_calls")
+        for call in calls[:-1] if choice.finish_reason == "length" else calls:
+            assert follows(json.loads(call.function.arguments), ARGUMENTS[call.function.name])
+
+
+@pytest.mark.parametrize("parser", BOTH_WAYS)
+def test_a_required_answer_ends_after_its_first_call_unless_several_are_asked_for(api: openai.OpenAI, parser: str) -> None:
+    for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=8).choices:
+        assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5, 8])
+def test_a_required_call_that_is_cut_off_before_its_name_shows_nothing_of_it(api: openai.OpenAI, limit: int) -> None:
+    options = {"tools": TOOLS, "tool_choice": "required", "max_completion_tokens": limit}
+    [choice] = ask(api, TEMPLATES["hermes"], **options).choices
+    assert (choice.finish_reason, choice.message.content) == ("length", None if choice.message.tool_calls else "")
+    streamed = [chunk.choices[0].delta.content or "" for chunk in ask(api, TEMPLATES["hermes"], **options, stream=True)]
+    assert "".join(streamed) == ""
 
 
 @pytest.mark.parametrize("parser", BOTH_WAYS)
@@ -257,7 +271,7 @@ def test_messages_follow_formats_and_demands(url: str) -> None:
     tools: Any = [{"name": "weather", "input_schema": CITY}]
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         options: Any = {"model": "demo", "max_tokens": 100, "messages": MESSAGES, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
-        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
+        for choice in ({"type": "any"}, {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
             told = client.messages.create(**options, tools=tools, tool_choice=choice)
             assert told.stop_reason in ("tool_use", "max_tokens")
             assert told.content[0].type == "tool_use"

@@ -52,6 +52,12 @@ class GuardedParser:
             self._give_up(error)
 
     @property
+    def marks(self) -> Sequence[str]:
+        """Texts that mark reasoning and calls."""
+        can = self._choice.capabilities
+        return [*(can.reasoning or ()), *(text for texts in can.templates for text in texts)]
+
+    @property
     def in_reasoning(self) -> bool:
         return self._is("in_reasoning")
 
@@ -134,6 +140,11 @@ class AnswerParser:
         self._stages = stages
         self.reasons = reasons
 
+    def is_part_of_mark(self, text: str) -> bool:
+        """Return True if a text, apart from whitespace around it, is the beginning of a mark."""
+        begun = text.strip()
+        return begun != "" and any(mark.startswith(begun) for stage in self._stages for mark in stage.marks)
+
     @property
     def in_reasoning(self) -> bool:
         return self.reasons and self._stages[0].in_reasoning
@@ -164,12 +175,14 @@ def _through(stage: GuardedParser, events: Sequence[Event]) -> Sequence[Event]:
 class AnswerReader:
     """Reads one sample's outputs, which are deltas."""
 
-    __slots__ = ("_cut", "_parser", "_single", "_tokens", "reasoning_tokens")
+    __slots__ = ("_cut", "_only_calls", "_parser", "_single", "_tokens", "reasoning_tokens")
 
-    def __init__(self, parser: AnswerParser | None, *, single: bool = False) -> None:
-        """`single`: the answer ends after its first tool call; what the model writes after it is dropped."""
+    def __init__(self, parser: AnswerParser | None, *, single: bool = False, only_calls: bool = False) -> None:
+        """`single`: the answer ends after its first tool call; what the model writes after it is dropped. `only_calls`: it has no content, so the
+        beginning of a call that was cut off is dropped."""
         self._parser = parser
         self._single, self._cut = single, False
+        self._only_calls = only_calls
         self._tokens = 0
         self.reasoning_tokens: int | None = None if parser is None or not parser.reasons else 0
         """Tokens up to the end of the reasoning, including marks; None without a reasoning parser."""
@@ -189,8 +202,19 @@ class AnswerReader:
         events = parser.feed(sample.text)
         if was_inside or parser.in_reasoning:
             self.reasoning_tokens = self._tokens
-        events = events if sample.finish_reason is None else [*events, *parser.finish()]
+        if sample.finish_reason is not None:
+            rest = parser.finish()
+            events = [*events, *(rest if sample.finish_reason == "stop" and not self._only_calls else self._uncut(parser, rest))]
         return list(self._until_second_call(events)) if self._single else events
+
+    def _uncut(self, parser: AnswerParser, events: Sequence[Event]) -> Iterator[Event]:
+        """Yield the last events without the mark within which the answer was cut off."""
+        for event in events:
+            if self._only_calls and isinstance(event, Content):
+                continue
+            if isinstance(event, Content | Reasoning) and parser.is_part_of_mark(event.text):
+                continue
+            yield event
 
     def _until_second_call(self, events: Sequence[Event]) -> Iterator[Event]:
         for event in events:

@@ -238,7 +238,8 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
         if choice.type == "tool" and choice.name is None:
             raise HttpError(400, "tool_choice.name: type 'tool' needs the tool's name", param="tool_choice.name", code="missing_parameter")
         name = choice.name if choice.type == "tool" else None
-        demanded = CallChoice(choice.type in ("any", "tool"), name, not choice.disable_parallel_tool_use)
+        parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+        demanded = CallChoice(choice.type in ("any", "tool"), name, parallel)
         form = None if self.output_config is None else self.output_config.format
         params = sampling_params(self, max_tokens=self.max_tokens, stop=self.stop_sequences)
         tools = self.function_tools()

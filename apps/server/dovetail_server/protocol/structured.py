@@ -124,20 +124,24 @@ class CallChoice(NamedTuple):
 
     required: bool = False  # the answer is calls, with no text
     name: str | None = None  # the function to call; None: any
-    parallel: bool = True  # more than one call is allowed
+    parallel: bool | None = None  # more than one call is allowed; None: only if no call is required
+
+    @property
+    def single(self) -> bool:
+        """The answer ends after its first call."""
+        return self.name is not None or not (self.parallel or (self.parallel is None and not self.required))
 
 
 def read_tool_choice(choice: Any, parallel: bool | None) -> CallChoice:
     """Read OpenAI's `tool_choice` and `parallel_tool_calls`. Raises `HttpError`."""
-    several = parallel is not False
     if choice in (None, "none", "auto"):
-        return CallChoice(parallel=several)
+        return CallChoice(parallel=parallel)
     if choice == "required":
-        return CallChoice(True, parallel=several)
+        return CallChoice(True, parallel=parallel)
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function", choice)  # nested in chat, flat in responses
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            return CallChoice(True, function["name"], several)
+            return CallChoice(True, function["name"], parallel)
     raise HttpError(
         400,
         f'tool_choice: "none", "auto", "required" and {{"type": "function", …}} with the name of a tool are supported, got {shown(choice)}',
@@ -211,7 +215,7 @@ def _call_demand(tools: Sequence[ToolFunction], choice: CallChoice, names: Param
         raise HttpError(400, "tool_choice: a call is demanded, and there are no tools", param="tool_choice")
     if choice.name is not None and choice.name not in (known := [tool.name for tool in tools]):
         raise HttpError(400, f"tool_choice: there is no tool {shown(choice.name)}; there are {', '.join(known)}"[:1000], param="tool_choice")
-    single = not choice.parallel or choice.name is not None
+    single = choice.single
     strict = [names.strict.format(index) for index, tool in enumerate(tools) if tool.strict]
     if not tools or not (choice.required or single or strict):
         return None

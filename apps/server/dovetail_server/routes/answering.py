@@ -44,10 +44,11 @@ class PreparedChat(Generic[B]):
     params: SamplingParams
     parsers: list[AnswerParser | None]  # one per sample; None: all text is content
     single: bool  # further tool calls than the first are dropped
+    only_calls: bool  # a call is demanded
 
     def reader(self, parser: AnswerParser | None) -> AnswerReader:
         """Return the reader of a sample's outputs."""
-        return AnswerReader(parser, single=self.single)
+        return AnswerReader(parser, single=self.single, only_calls=self.only_calls)
 
     async def run(self, listener: OutputListener, answer_id: str) -> None:
         """See `Exchange.run`."""
@@ -68,7 +69,8 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     if needs_special_tokens(chosen, options.tools):
         params = changed_unchecked(params, skip_special_tokens=False)
     parsers = [parser_for(chosen, prompt.text, options.tools) for _ in range(params.n)]
-    return PreparedChat(exchange, body, model, prompt, params, parsers, single)
+    only_calls = demand.calls is not None and demand.calls.required
+    return PreparedChat(exchange, body, model, prompt, params, parsers, single, only_calls)
 
 
 async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> TokenizedText:
