@@ -268,7 +268,7 @@ if any("front_end" in word for word in sys.orig_argv):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # it hangs for 30 s
 def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Server], directory: Path) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
@@ -277,8 +277,53 @@ def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Ser
     [hung] = server.children("front_end")
     os.kill(hung, signal.SIGUSR1)
     until(lambda: server.children("front_end") and hung not in server.children(), "there is another")
-    assert "it had sent no heartbeat for 10 s; restarting it" in server.told()
+    assert "its event loop had been blocked for 30 s; restarting it" in server.told()
     assert until(lambda: _status(server), "it serves") == 200
+
+
+@pytest.mark.slow  # it is busy for 12 s
+def test_a_front_end_that_is_busy_is_not_replaced(start: Callable[..., Server], directory: Path) -> None:
+    (directory / "toy").mkdir()
+    installed_in(directory / "toy")
+    (directory / "toy" / "sitecustomize.py").write_text(HANGS_AT_A_SIGNAL.replace("3600", "12"))
+    server = start(toy={"step_s": 0.01})
+    [busy] = server.children("front_end")
+    os.kill(busy, signal.SIGUSR1)
+    assert until(lambda: _status(server), "it serves") == 200
+    assert server.children("front_end") == [busy]
+
+
+@pytest.mark.slow  # pauses between restarts
+def test_front_ends_that_die_again_and_again_do_not_end_the_server(start: Callable[..., Server]) -> None:
+    server = start(toy={"step_s": 0.01})
+    for _ in range(5):
+        [pid] = until(lambda: server.children("front_end"), "there is one")
+        assert until(lambda: _status(server), "it serves") == 200
+        os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: pid not in server.children(), "it is gone")
+    assert until(lambda: _status(server), "it serves") == 200
+    assert "restarting it in 4 s" in server.told()
+
+
+CANNOT_START = """
+import os, sys
+if any("front_end" in word for word in sys.orig_argv):
+    flag = os.path.join(os.environ["TMPDIR"], "toy", "began")
+    if os.path.exists(flag):
+        os.abort()
+    open(flag, "w").close()
+"""
+
+
+@pytest.mark.slow  # pauses between restarts
+def test_front_ends_that_cannot_start_again_end_the_server(start: Callable[..., Server], directory: Path) -> None:
+    (directory / "toy").mkdir()
+    installed_in(directory / "toy")
+    (directory / "toy" / "sitecustomize.py").write_text(CANNOT_START)
+    server = start(toy={"step_s": 0.01})
+    os.kill(server.children("front_end")[0], signal.SIGKILL)
+    assert server.end() != 0
+    assert "front ends can't start; the last was killed by SIGABRT" in server.told()
 
 
 def test_while_the_supervisor_hangs_the_server_is_not_healthy(server: Server) -> None:

@@ -8,6 +8,8 @@ import gc
 import logging
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,7 +20,7 @@ import uvicorn
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.process_watch import ProcessWatch
 from dovetail_server.app import create_app
-from dovetail_server.channel import BEAT_S, Message, channel_of_process, end_orphaned
+from dovetail_server.channel import BEAT_S, Channel, Message, channel_of_process, end_orphaned
 from dovetail_server.links import Line, ZmqLine
 from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
@@ -45,6 +47,22 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class LoopWatch:
+    """Measures for how long an event loop has been blocked, excluding time during which the process was suspended."""
+
+    def __init__(self) -> None:
+        self._clock = ProcessWatch()
+        self._turned = self._clock.now
+
+    def turned(self) -> None:
+        """Note a turn of the loop, which takes one each `BEAT_S` while it isn't blocked."""
+        self._turned = self._clock.now
+
+    def blocked_s(self) -> float:
+        """Return the seconds. Call it several times a second, from one thread."""
+        return max(0.0, self._clock.turn() - self._turned - BEAT_S)
 
 
 class FrontEnd:
@@ -181,7 +199,7 @@ def main() -> int:
 
         front_end = FrontEnd(line, start["name"], settings, sock, ready, place=start["place"])
         channel.socket.setblocking(False)
-        loop, clock = asyncio.get_running_loop(), ProcessWatch()
+        loop, clock, turns = asyncio.get_running_loop(), ProcessWatch(), LoopWatch()
         heard = clock.now
 
         def obey() -> None:
@@ -193,16 +211,17 @@ def main() -> int:
             for message in messages or ():
                 _obey(front_end, message)
 
-        def beat() -> None:
-            """Send a heartbeat, which proves that this loop runs."""
+        def turn() -> None:
+            """Note that this loop runs."""
+            turns.turned()
             front_end.note_supervisor(hangs=clock.turn() - heard > SUPERVISOR_SILENT_S)
-            channel.send(beat=True)
-            loop.call_later(BEAT_S, beat)
+            loop.call_later(BEAT_S, turn)
 
         for message in early:
             _obey(front_end, message)
         loop.add_reader(channel.socket, obey)
-        beat()
+        turn()
+        threading.Thread(target=_beat, args=(channel, turns), name="dovetail-heartbeat", daemon=True).start()
         await front_end.run()
 
     try:
@@ -212,6 +231,13 @@ def main() -> int:
         channel.send(refused=str(error))
         return 2
     return 0
+
+
+def _beat(channel: Channel, turns: LoopWatch) -> None:
+    """Send heartbeats from a thread: an event loop that is busy isn't dead."""
+    while True:
+        channel.send(busy_s=turns.blocked_s())
+        time.sleep(BEAT_S)
 
 
 def _obey(front_end: FrontEnd, message: Message) -> None:

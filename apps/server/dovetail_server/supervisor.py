@@ -30,9 +30,10 @@ TICK_S = 0.25
 LAST_LINES = 5  # of the engine's stderr, reported when it dies
 ENGINE_STOPS_S = 10.0  # timeout for the engine to stop
 FRONT_ENDS_END_S = 6.0  # timeout for front ends to end after a drain, or after reporting the engine's death
-QUICK_DEATH_S = 30.0  # `QUICK_DEATHS` consecutive front ends that live shorter than this end the server
-QUICK_DEATHS = 3
-FRONT_END_SILENT_S = 10.0  # a front end without heartbeat for this long counts as hung; longer than any call in its event loop
+QUICK_DEATH_S = 30.0  # a front end that lives shorter than this is restarted after a pause, which doubles each time
+PAUSE_S, MOST_PAUSE_S = 1.0, 30.0  # the first and the longest such pause
+FAILED_STARTS = 3  # consecutive front ends that end by themselves before they are ready end the server
+FRONT_END_HANGS_S = 30.0  # without a heartbeat, or a turn of its event loop, for this long a front end counts as hung
 
 
 class State(Enum):
@@ -87,7 +88,8 @@ class Supervisor:
         self._engine: Child | None = None
         self._front_ends: dict[int, Child] = {}  # by place
         self._generation = 0
-        self._quick_deaths = 0
+        self._quick_deaths = self._failed_starts = 0  # consecutive
+        self._restarts: dict[int, float] = {}  # by place: when, on that clock
         self._signals: list[int] = []
         self._failure: str | None = None
         self._deadline: float | None = None  # of the state
@@ -166,6 +168,7 @@ class Supervisor:
                 return code
             self._check_engine()
             self._check_front_ends()
+            self._start_due_front_ends()
             if (code := self._go_on()) is not None:
                 return code
 
@@ -204,12 +207,16 @@ class Supervisor:
         child.heard = self._clock.now
         if "ready" in message:
             child.ready, child.ranks, child.groups = True, message.get("ranks", ""), message.get("groups", "")
+            self._failed_starts = self._failed_starts if child is self._engine else 0
         elif "refused" in message:
             child.refused = message["refused"]
         elif "dead" in message:
             child.dead = message["dead"]
-        elif message.get("busy_s", 0) > (limit := self._settings.step_timeout_s):
-            _give_up(child, f"a step took longer than {limit:g} s (--step-timeout)")
+        elif child is self._engine:
+            if message.get("busy_s", 0) > (limit := self._settings.step_timeout_s):
+                _give_up(child, f"a step took longer than {limit:g} s (--step-timeout)")
+        elif message.get("busy_s", 0) > FRONT_END_HANGS_S:
+            _give_up(child, f"its event loop had been blocked for {FRONT_END_HANGS_S:g} s")
 
     def _heed_signals(self) -> int | None:
         """Process signals; return the exit code if one ends the server immediately."""
@@ -268,7 +275,7 @@ class Supervisor:
 
     def _check_front_ends(self) -> None:
         for place, child in list(self._front_ends.items()):
-            if self._lives(child, FRONT_END_SILENT_S):
+            if self._lives(child, FRONT_END_HANGS_S):
                 continue
             self._drain_pipes(child)
             del self._front_ends[place]
@@ -280,13 +287,24 @@ class Supervisor:
                 self._restart(place, child)
 
     def _restart(self, place: int, child: Child) -> None:
+        """Schedule a successor. Only front ends that can't start end the server: whatever kills one that serves must not end the others' requests."""
+        if not child.ready and child.dead is None:
+            self._failed_starts += 1
+        if self._failed_starts >= FAILED_STARTS:
+            self._fail(f"front ends can't start; the last {child.how_it_ended()}")
+            return
         quick = time.monotonic() - child.started < QUICK_DEATH_S
         self._quick_deaths = self._quick_deaths + 1 if quick else 0
-        if self._quick_deaths >= QUICK_DEATHS:
-            self._fail(f"front ends keep dying; the last {child.how_it_ended()}")
-            return
-        print(f"dovetail serve: a front end {child.how_it_ended()}; restarting it", file=sys.stderr, flush=True)
-        self._start_front_end(place)
+        pause_s = 0.0 if self._quick_deaths < 2 else min(PAUSE_S * 2 ** (self._quick_deaths - 2), MOST_PAUSE_S)
+        when = f" in {pause_s:g} s" if pause_s else ""
+        print(f"dovetail serve: a front end {child.how_it_ended()}; restarting it{when}", file=sys.stderr, flush=True)
+        self._restarts[place] = self._clock.now + pause_s
+
+    def _start_due_front_ends(self) -> None:
+        for place, due in list(self._restarts.items()):
+            if self._state is State.SERVING and due <= self._clock.now:
+                del self._restarts[place]
+                self._start_front_end(place)
 
     def _go_on(self) -> int | None:
         """Advance the state if its condition is met; return the exit code at the end. Raises `ServeFailed`."""
