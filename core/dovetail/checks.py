@@ -99,3 +99,11 @@ def is_larger(value: Any, size: int) -> bool:
             if counted <= size and not isinstance(one, str | bytes):
                 left += [*one.keys(), *one.values()] if isinstance(one, Mapping) else one
     return counted > size
+
+
+def among(value: Any, values: tuple[Any, ...]) -> bool:
+    """Return True if a value equals one of `values` and has its type: 1 is not True, but 0 is 0.0."""
+    if any(type(value) is type(one) and value == one for one in values):
+        return True
+    number = as_number(value)
+    return number is not None and any(as_number(one) == number for one in values)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-from dovetail.checks import plain_integer, shown
+from dovetail.checks import did_you_mean, plain_integer, shown
 from dovetail.errors import RequestError
+from dovetail.vllm_only import VllmOnly, leave_out
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +20,47 @@ if TYPE_CHECKING:
     from dovetail.request import FinishReason, RequestMetrics
 
 Task = Literal["embed", "classify", "score", "token_embed", "token_classify"]
+T = TypeVar("T")
 TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
 
 
+_ACTIVATION = "the name for this is use_activation"
+_EACH_TOKEN = "encode(…, pooling_task='token_classify') returns the numbers of each token"
+_CHUNKS = "encode(…, pooling_task='token_embed') returns a vector for each token to take means of"
+VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `PoolingParams`
+    "activation": VllmOnly(_ACTIVATION),
+    "extra_kwargs": VllmOnly("a model's own pooling takes no options", ({},)),
+    "late_chunking_params": VllmOnly(_CHUNKS),
+    "late_interaction_params": VllmOnly("encode(…, pooling_task='token_embed') returns a vector for each token to compare"),
+    "normalize": VllmOnly(_ACTIVATION),
+    "output_kind": VllmOnly("there is one output, at the end: leave it out", advisory=True),
+    "requires_token_ids": VllmOnly("vLLM sets it itself: leave it out", (False,)),
+    "returned_token_ids": VllmOnly(_EACH_TOKEN),
+    "skip_reading_prefix_cache": VllmOnly("cached K and V change no result", advisory=True),
+    "softmax": VllmOnly(_ACTIVATION),
+    "step_tag_id": VllmOnly(_EACH_TOKEN),
+}
+
+
+def _without_vllms_fields(cls: type[T]) -> type[T]:
+    """Leave vLLM's other fields out at their defaults, and say of each other unknown name what is right."""
+    make: Any = cls
+    made = make.__init__
+    known = tuple(one.name for one in fields(make))
+
+    @functools.wraps(made)
+    def init(self: T, *args: Any, **named: Any) -> None:
+        leave_out(VLLM_NAMES, named)
+        for name in named.keys() - set(known):
+            hint = did_you_mean(name, known) or f"; valid are {', '.join(known)}"
+            raise RequestError(f"{name[:80]}: unknown pooling parameter{hint}")
+        made(self, *args, **named)
+
+    make.__init__ = init
+    return cls
+
+
+@_without_vllms_fields
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
     """Parameters of a request that ends with its prompt. Checked when made: a wrong value raises `RequestError`."""

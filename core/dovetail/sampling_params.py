@@ -19,6 +19,7 @@ from dovetail.roadmap import not_yet
 from dovetail.structured import GuidedDecodingParams as GuidedDecodingParams  # who comes from vLLM looks for it here
 from dovetail.structured import Structured, structured_of_vllm
 from dovetail.structured import StructuredOutputsParams as StructuredOutputsParams
+from dovetail.vllm_only import VllmOnly, leave_out
 
 REPETITION_PENALTIES = (0.01, 100.0)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
 NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
@@ -37,10 +38,31 @@ _VLLMS_RULES = ("structured_outputs", "guided_decoding")  # vLLM's names of `str
 LENGTH_PENALTIES = (-10.0, 10.0)  # the allowed range: no length to this power overflows
 BEAM_SEARCH = "beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
 BEAM_NAMES = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping", "diversity_penalty")  # of requests in other engines
-VLLM_NAMES = {  # a parameter of vLLM's -> what to do instead
-    "return_last_hidden_states": "LLM.encode(…, pooling_task='token_embed') returns the hidden states of a text",
-    "trace_decode_token_ids": "put the tokens at the prompt's end, and set prompt_logprobs",
-    "logprob_token_ids": "set logprobs, or allowed_token_ids to choose among a few tokens",
+_MARKS = "no engine here marks texts: leave it out"
+_ROUTES = "outputs have tokens and log-probabilities, no routes of experts"
+VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `SamplingParams`
+    "best_of": VllmOnly("set n, and take the samples with the largest cumulative_logprob", (1,)),
+    "flat_logprobs": VllmOnly("log-probabilities are a list of mappings", (False,)),
+    "logprob_token_ids": VllmOnly("set logprobs, or allowed_token_ids to choose among a few tokens"),
+    "output_text_buffer_length": VllmOnly("vLLM sets it itself: leave it out", (0,)),
+    "prompt_logprob_start": VllmOnly("prompt_logprobs are of the whole prompt", (0,)),
+    "prompt_logprob_token_ids": VllmOnly("set prompt_logprobs"),
+    "repetition_detection": VllmOnly("set a repetition_penalty, or max_tokens"),
+    "return_last_hidden_states": VllmOnly("LLM.encode(…, pooling_task='token_embed') returns the hidden states of a text", (False,)),
+    "routed_experts_prompt_start": VllmOnly(_ROUTES, (0,)),
+    "skip_clone": VllmOnly("requests share their parameters: leave it out", advisory=True),
+    "skip_reading_prefix_cache": VllmOnly("give the request a cache_salt of its own", (False,)),
+    "spaces_between_special_tokens": VllmOnly("texts are decoded as the tokenizer does by default: leave it out", (True,)),
+    "stream_interval": VllmOnly("a stream's outputs are coalesced while its reader is slow: leave it out", (1,)),
+    "thinking_token_budget": VllmOnly("structured={'after': '</think>', 'after_tokens': …} limits the reasoning"),
+    "trace_decode_token_ids": VllmOnly("put the tokens at the prompt's end, and set prompt_logprobs"),
+    "use_beam_search": VllmOnly(BEAM_SEARCH, (False,)),
+    "watermarking": VllmOnly(_MARKS, (False,)),
+}
+VLLM_BEAM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `BeamSearchParams`
+    "allowed_token_ids": VllmOnly("beams are chosen among all tokens", ([],)),
+    "structured_outputs": VllmOnly("beams follow no rule: set structured in SamplingParams"),
+    "watermarking": VllmOnly(_MARKS, (False,)),
 }
 
 T = TypeVar("T")
@@ -55,10 +77,12 @@ class OutputKind(Enum):
 
 
 def _refuses_unknown_fields(cls: type[T]) -> type[T]:
-    """Make a dataclass's error for an unknown argument say which field was probably meant, and translate vLLM's names of `structured`."""
+    """Make a dataclass's error for an unknown argument say which field was probably meant, translate vLLM's names of `structured`, and leave out
+    its other fields at their defaults."""
     make: Any = cls
     made = make.__init__
     known = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+    theirs = VLLM_NAMES if "structured" in known else VLLM_BEAM_NAMES
 
     @functools.wraps(made)
     def init(self: T, *args: Any, **named: Any) -> None:
@@ -67,6 +91,7 @@ def _refuses_unknown_fields(cls: type[T]) -> type[T]:
                 if named.get("structured") is not None:
                     raise RequestError(f"{name} and structured say the same: give one of them")
                 named["structured"] = structured_of_vllm(rule)
+        leave_out(theirs, named)
         try:
             made(self, *args, **named)
         except TypeError:
@@ -117,8 +142,6 @@ def _unknown_field(name: str, valid: Sequence[str]) -> str:
         return f"{name}: the name for this is {NAMES_ELSEWHERE[name]}"
     if name in BEAM_NAMES and kind == "sampling":
         return f"{name}: {BEAM_SEARCH}"
-    if name in VLLM_NAMES and kind == "sampling":
-        return f"{name}: {VLLM_NAMES[name]}"
     if planned := not_yet(name):
         return f"{name}: unknown {kind} parameter: {planned}"
     return f"{name[:80]}: unknown {kind} parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from dovetail.errors import ConfigError, EngineDeadError, RequestError
 from dovetail.front import vllm_args
 from dovetail.front.async_engine import _in_our_order
 from dovetail.front.vllm_args import TABLE, Argument, translated
+from dovetail.front.vllm_calls import CALL_TABLE, check_call
 from tests.docs.pages import DOCS
 
 torch.set_num_threads(1)
@@ -195,17 +197,39 @@ def test_every_argument_is_on_the_page() -> None:
 # Methods
 
 
-@pytest.mark.parametrize("name", vllm_args.CALL_TABLE)
-def test_an_argument_of_a_method_that_cannot_be_honoured_is_refused_with_what_would_be_right(llm: LLM, name: str) -> None:
+@pytest.mark.parametrize("name", CALL_TABLE)
+def test_an_argument_of_a_method_is_accepted_at_vllms_default_and_else_refused(name: str) -> None:
+    row = CALL_TABLE[name]
+    for value in (None, *row.default):
+        check_call("generate", {name: value})
+    if row.advisory:
+        check_call("generate", {name: object()})
+        return
     with pytest.raises(RequestError, match=rf"^generate\(\): {name}=\[1\]: ") as refused:
-        llm.generate("a", GREEDY, False, **{name: [1]})
-    assert vllm_args.CALL_TABLE[name] in str(refused.value)
-    with pytest.raises(RequestError, match=rf"^chat\(\): {name}"):
-        llm.chat([{"role": "user", "content": "a"}], **{name: [1]})
-    if name != "priority":
-        with pytest.raises(RequestError, match=rf"^add_request\(\): {name}"):
-            llm.engine.add_request("a", "a", **{name: [1]})
-    assert llm.generate("a", GREEDY, False, **{name: None})
+        check_call("generate", {name: [1]})
+    assert row.instead in str(refused.value)
+
+
+def test_every_method_checks_vllms_other_arguments(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "a"}]
+    calls: list[Callable[..., Any]] = [
+        partial(llm.generate, "a", GREEDY, False),
+        partial(llm.chat, conversation, GREEDY, False),
+        partial(llm.beam_search, "a", BeamSearchParams(1, 1)),
+        partial(llm.encode, "a", use_tqdm=False),
+        partial(llm.embed, "a", use_tqdm=False),
+        partial(llm.score, "a", "b", use_tqdm=False),
+    ]
+    for call in calls:
+        call(tokenization_kwargs={}, mm_processor_kwargs=None)
+        with pytest.raises(RequestError, match="tokenization_kwargs"):
+            call(tokenization_kwargs={"truncation": True})
+    with pytest.raises(RequestError, match="tokenization_kwargs"):
+        llm.engine.add_request("a", "a", tokenization_kwargs={"truncation": True})
+    with pytest.raises(RequestError, match=r"from_engine_args\(\): stat_loggers=.*observers"):
+        LLMEngine.from_engine_args(EngineArgs(), None, [object])
+    with pytest.raises(RequestError, match=r"from_engine_args\(\): start_engine_loop=False"):
+        AsyncLLMEngine.from_engine_args(EngineArgs(), start_engine_loop=False)
 
 
 def test_an_argument_that_no_method_has_is_refused(llm: LLM) -> None:
@@ -449,7 +473,7 @@ METHODS: dict[str, Callable[[LLM], None]] = {
     'output["text"]': subscript,
     "an iterator of tokens": streams,
     "LLMEngine.from_engine_args(EngineArgs(model=...))": from_args,
-    "engine.add_request(request_id, prompt, params)": takes_and_steps,
+    "engine.add_request(request_id, prompt, params, arrival_time)": takes_and_steps,
     "engine.step()": takes_and_steps,
     "engine.has_unfinished_requests()": takes_and_steps,
     "engine.get_num_unfinished_requests()": takes_and_steps,

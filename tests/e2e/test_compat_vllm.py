@@ -3,17 +3,24 @@ instead; the page lists which."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import sys
 import textwrap
+import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tqdm import tqdm
 
-from dovetail import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+import dovetail
+from dovetail import LLM, AsyncLLMEngine, BeamSearchParams, EngineArgs, PoolingParams, SamplingParams, pooling, sampling_params
+from dovetail.compat import vllm as compat
 from dovetail.compat.vllm import gaps
 from dovetail.compat.vllm.sampling_params import RequestOutputKind
 from dovetail.compat.vllm.usage.usage_lib import UsageContext
@@ -21,6 +28,7 @@ from dovetail.compat.vllm.utils.argparse_utils import FlexibleArgumentParser
 from dovetail.errors import ConfigError, DovetailError, RequestError
 from dovetail.front.engine_args import flag_of
 from dovetail.front.vllm_args import ARGUMENTS, translated
+from dovetail.front.vllm_calls import by_position
 from dovetail.front.vllm_methods import METHOD_TABLE
 from tests.docs.pages import DOCS
 from tests.models.pooling_checkpoints import save
@@ -402,14 +410,15 @@ def test_a_missing_name_is_explained_by_import_and_by_lookup(module: str) -> Non
 @pytest.mark.parametrize(
     ("module", "name", "ours"),
     [
-        ("entrypoints.llm", "LLM", LLM),
-        ("v1.engine.llm_engine", "LLMEngine", LLMEngine),
-        ("engine.llm_engine", "LLMEngine", LLMEngine),
-        ("v1.engine.async_llm", "AsyncLLM", AsyncLLMEngine),
+        ("entrypoints.llm", "LLM", compat.LLM),
+        ("v1.engine.llm_engine", "LLMEngine", compat.LLMEngine),
+        ("engine.llm_engine", "LLMEngine", compat.LLMEngine),
+        ("v1.engine.async_llm", "AsyncLLM", compat.AsyncLLMEngine),
     ],
 )
 def test_an_engine_is_where_its_programs_look_for_it(module: str, name: str, ours: type) -> None:
     assert getattr(import_module(f"dovetail.compat.vllm.{module}"), name) is ours
+    assert issubclass(ours, getattr(dovetail, ours.__name__))
 
 
 def test_uses_of_an_engine_have_their_names() -> None:
@@ -542,3 +551,138 @@ def test_vllms_names_of_output_kinds() -> None:
 
 def test_translations_of_examples_are_no_surprise() -> None:
     assert translated({"profiler_config": None, "kv_transfer_config": None}) == {}
+
+
+# Positions, types and defaults of vLLM's
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    with compat.LLM("demo", max_model_len=64) as llm:
+        yield llm
+
+
+FOUR = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (None, None, None, 0),
+        (None, {}, {}, 1),
+        (None, {}, None, 1),
+        (),
+    ],
+    ids=str,
+)
+def test_add_request_takes_vllms_positions(theirs: Any, more: tuple[Any, ...]) -> None:
+    engine = theirs.llm_engine
+    assert engine.add_request("a", "ROMEO:", FOUR, time.time(), *more) == "a"
+    assert engine.add_request("b", inputs="ROMEO:", params=FOUR) == "b"
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    assert outputs["a"].outputs[0].token_ids == outputs["b"].outputs[0].token_ids
+
+
+def test_add_request_tells_the_two_orders_of_vllms_releases_apart() -> None:
+    headers = {"traceparent": "00-1-2-01"}
+    assert by_position("add_request", [None, headers], {}) == {"lora_request": None, "trace_headers": headers}
+    assert by_position("add_request", [None, {}, headers, 3], {})["trace_headers"] is headers
+    with pytest.raises(RequestError, match=r"add_request\(\): priority is given by position and by name"):
+        by_position("add_request", [None, None, None, 3], {"priority": 4})
+    with pytest.raises(RequestError, match=r"chat\(\) takes at most 9 more arguments by position"):
+        by_position("chat", [None] * 10, {})
+
+
+def test_a_prompt_is_given_once(theirs: Any) -> None:
+    for named in ({}, {"prompt": "a", "inputs": "b"}):
+        with pytest.raises(RequestError, match="give the prompt, once"):
+            theirs.llm_engine.add_request("a", **named)
+
+
+def test_chat_and_beam_search_take_vllms_positions(theirs: Any) -> None:
+    talk = [{"role": "user", "content": "a"}]
+    by_name = theirs.chat(talk, FOUR, False, add_generation_prompt=False)
+    assert theirs.chat(talk, FOUR, False, None, None, "auto", False)[0]["token_ids"] == by_name[0]["token_ids"]
+    [found] = theirs.beam_search(["ROMEO:"], BeamSearchParams(2, 2), None, False, 1)
+    assert len(found.sequences) == 2
+
+
+def test_token_ids_are_lists_and_pooled_data_are_tensors(theirs: Any) -> None:
+    for kind in ("cumulative", "delta", "final"):
+        theirs.llm_engine.add_request(kind, "ROMEO:", SamplingParams(max_tokens=3, output_kind=kind))
+    while theirs.llm_engine.has_unfinished_requests():
+        for output in theirs.llm_engine.step():
+            assert type(output.prompt_token_ids) is type(output.outputs[0].token_ids) is list
+    [pooled] = theirs.encode("ROMEO:", pooling_task="embed")
+    assert pooled.outputs.data.shape == torch.Size([len(theirs.embed("ROMEO:")[0].outputs.embedding)])
+    assert theirs.score("ROMEO:", "ROMEO:")[0].outputs.score == pytest.approx(1)
+
+
+def test_request_ids_of_a_list_are_numbers_in_order_and_never_those_in_use(theirs: Any) -> None:
+    [first] = theirs.generate("ROMEO:", FOUR)
+    taken = str(int(first.request_id) + 2)
+    theirs.llm_engine.add_request(taken, "ROMEO:", FOUR)
+    outputs = theirs.generate(["ROMEO:", "JULIET:", "a"], FOUR)
+    assert taken not in [output.request_id for output in outputs]
+    assert sorted(outputs, key=lambda output: int(output.request_id)) == outputs
+    theirs.llm_engine.abort_request(taken)
+
+
+def test_unix_time_is_taken_as_a_time_on_the_engines_clock(theirs: Any) -> None:
+    engine = theirs.llm_engine
+    engine.add_request("a", "ROMEO:", FOUR, time.time() - 5, deadline=time.time() + 1000)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert 5 <= engine.now() - outputs[0].metrics.arrival_time < 60
+    with pytest.raises(RequestError, match="arrival_time must be a finite number of seconds"):
+        engine.add_request("a", "ROMEO:", FOUR, 1e18)
+
+
+def test_the_async_engine_takes_vllms_positions() -> None:
+    async def run() -> Any:
+        engine = compat.AsyncLLMEngine.from_engine_args(EngineArgs("demo", max_model_len=64), True, None, None)
+        async with engine:
+            async for output in engine.generate("ROMEO:", FOUR, "a", None, None, 0):
+                last = output
+        return last
+
+    assert type(asyncio.run(run()).outputs[0].token_ids) is list
+
+
+def test_a_progress_bar_may_be_the_callers(theirs: Any) -> None:
+    made: list[Any] = []
+
+    def bar(**options: Any) -> Any:
+        made.append(tqdm(**options, disable=True))
+        return made[0]
+
+    theirs.generate("ROMEO:", FOUR, use_tqdm=bar)
+    assert made[0].total == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        (SamplingParams, sampling_params.VLLM_NAMES),
+        (partial(BeamSearchParams, 1, 1), sampling_params.VLLM_BEAM_NAMES),
+        (PoolingParams, pooling.VLLM_NAMES),
+    ],
+    ids=["sampling", "beams", "pooling"],
+)
+def test_vllms_fields_are_accepted_at_their_default_and_else_refused(kind: Any, rows: Any) -> None:
+    for name, row in rows.items():
+        for value in (None, *row.default):
+            assert kind(**{name: value}) == kind()
+        if not row.advisory:
+            with pytest.raises(RequestError, match=f"^{name}: ") as refused:
+                kind(**{name: "something"})
+            assert row.instead in str(refused.value)
+
+
+def test_prompts_may_have_keys_without_a_value(theirs: Any) -> None:
+    [one] = theirs.generate({"prompt": "ROMEO:", "multi_modal_data": None, "prompt_token_ids": None}, FOUR)
+    assert one["token_ids"] == theirs.generate("ROMEO:", FOUR)[0]["token_ids"]
+    with pytest.raises(RequestError, match="multi_modal_data"):
+        theirs.generate({"prompt": "ROMEO:", "multi_modal_data": {"image": 1}}, FOUR)

@@ -55,6 +55,8 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     ```
     """
 
+    _engine_class = LLMEngine
+
     def __init__(self, engine: LLMEngine) -> None:
         """Take ownership of `engine`, which is closed with this one. Raises `ConfigError` for anything but an `LLMEngine`."""
         if not isinstance(engine, LLMEngine):
@@ -69,12 +71,26 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, Any] | EngineConfig, **overrides: Any) -> AsyncLLMEngine:
         """As `LLMEngine.from_config`."""
-        return cls(LLMEngine.from_config(config, **overrides))
+        return cls(cls._engine_class.from_config(config, **overrides))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> AsyncLLMEngine:
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs | EngineConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        **others: Any,
+    ) -> AsyncLLMEngine:
         """As `LLMEngine.from_engine_args`."""
-        return cls(LLMEngine.from_engine_args(engine_args))
+        engine = cls._engine_class.from_engine_args(
+            engine_args,
+            usage_context,
+            stat_loggers,
+            start_engine_loop=start_engine_loop,
+            **others,
+        )
+        return cls(engine)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.engine!r})"
@@ -142,7 +158,7 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         finally:
             del self._readers[reader]
             if not done:
-                self._thread.abandon(request_id, reader.unread)
+                self._thread.abandon([request_id], {0: reader.unread})
 
     async def abort(self, request_id: str | Sequence[str] | Set[str]) -> None:
         """Abort one request or several: their iterators stop after the outputs sent so far. Unknown ids are ignored. Raises `RequestError` if it is

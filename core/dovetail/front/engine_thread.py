@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -105,9 +105,13 @@ class EngineThread:
         """True if outputs wait for `step`."""
         return bool(self._unclaimed)
 
-    def abandon(self, request_id: str, unread: Unread) -> None:
-        """Abort a request for its reader. For finalizers, too: takes no lock and waits for nothing."""
-        self._calls.put(partial(self._drop, request_id, unread))
+    def abandon(self, request_ids: Sequence[str], unreads: Mapping[int, Unread]) -> None:
+        """Abort requests for their reader: the `Unread`s of some of `request_ids`, by their place.
+
+        A call that is queued already may fill the list. For finalizers, too: takes no lock and
+        waits for nothing.
+        """
+        self._calls.put(partial(self._drop, request_ids, unreads))
 
     def check(self) -> None:
         """Raise `EngineDeadError` with the reason if the thread has ended."""
@@ -194,12 +198,15 @@ class EngineThread:
             waiting, self._unclaimed = self._unclaimed, {}
         return [output for unread in waiting.values() if (output := unread.take()[0]) is not None]
 
-    def _drop(self, request_id: str, unread: Unread) -> None:
-        """Abort a request, unless its id is another's by now."""
+    def _drop(self, request_ids: Sequence[str], unreads: Mapping[int, Unread]) -> None:
+        """Abort requests, but for those whose id is another's by now, or that were never added."""
         engine = self._engine()
-        if self._readers.get(request_id) is unread and engine is not None:
-            del self._readers[request_id]
-            engine.abort_request(request_id)
+        if engine is None or not request_ids:
+            return
+        for place, unread in unreads.items():
+            if self._readers.get(request_ids[place]) is unread:
+                del self._readers[request_ids[place]]
+                engine.abort_request(request_ids[place])
 
 
 def _failed(output: EngineOutput) -> bool:

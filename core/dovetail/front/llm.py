@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,8 @@ from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.pooling import ScorePlan, paired
 from dovetail.front.request_checks import Prompt
-from dovetail.front.vllm_args import check_call, translated
+from dovetail.front.vllm_args import translated
+from dovetail.front.vllm_calls import check_call
 from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.lora import LoRARequest
 from dovetail.pooling import (
@@ -45,6 +45,7 @@ from dovetail.request import RequestOutput
 from dovetail.sampling_params import BeamSearchParams, OutputKind, SamplingParams, changed_unchecked
 
 O = TypeVar("O", bound=EngineOutput, covariant=True)  # noqa: E741
+Bar = Callable[..., Any]  # makes a progress bar, as the class `tqdm` does
 P = TypeVar("P", SamplingParams, PoolingParams)
 
 
@@ -56,11 +57,13 @@ class LLM(SaysWhatIsMissing):
     ```
     """
 
+    _engine_class = LLMEngine
+
     def __init__(self, model: str | Path | EngineConfig = "demo", **overrides: Any) -> None:
         """`model`: "demo", a local directory, a hub id, an `engine.yaml` or an `EngineConfig`. `overrides`: any key of `engine.yaml`, e.g.
         `scheduler="priority"`, or one of vLLM's arguments that `dovetail.front.vllm_args` supports; they replace those of the file."""
         source = model if isinstance(model, str | Path | EngineConfig) else {"model": model}
-        self.engine = LLMEngine.from_config(source, **translated(overrides))
+        self.engine = self._engine_class.from_config(source, **translated(overrides))
         self.engine.run_in_thread()
 
     def __repr__(self) -> str:
@@ -70,15 +73,17 @@ class LLM(SaysWhatIsMissing):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         *,
         extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         predicted_tokens: int | Sequence[int | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each. So are `extra`,
-        `predicted_tokens` and `lora_request`, which `LLMEngine.add_request` describes.
+        `predicted_tokens`, `lora_request` and `priority`, which `LLMEngine.add_request` describes.
+        `use_tqdm`: show a progress bar, or what makes one.
 
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is invalid, before
         anything is computed, and `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays usable.
@@ -88,9 +93,15 @@ class LLM(SaysWhatIsMissing):
             check_call("generate", others)
         prompts = _as_list(prompts)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.FINAL)
-        fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
+        fields = _fields_of_each(
+            len(prompts),
+            extra=extra,
+            predicted_tokens=predicted_tokens,
+            lora_request=lora_request,
+            priority=priority,
+        )
         with _no_collection() as begun:
-            return self._collected("generate", self.engine.all_tokenized(prompts), params, fields, begun, use_tqdm)
+            return self._collected(self.engine.all_tokenized(prompts), params, fields, begun, use_tqdm)
 
     def stream(
         self,
@@ -108,13 +119,13 @@ class LLM(SaysWhatIsMissing):
         prompts = _as_list(prompts)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.DELTA)
         fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
-        return OutputStream(self.engine, "stream", self.engine.all_tokenized(prompts), params, fields)
+        return OutputStream(self.engine, self.engine.all_tokenized(prompts), params, fields)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
@@ -146,7 +157,7 @@ class LLM(SaysWhatIsMissing):
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | Bar = False,
         concurrency_limit: int | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
@@ -164,7 +175,7 @@ class LLM(SaysWhatIsMissing):
         def generate(beams: list[Prompt], one: SamplingParams, adapters: list[LoRARequest | None]) -> list[RequestOutput]:
             return self.generate(beams, one, use_tqdm=False, lora_request=adapters)
 
-        with tqdm(total=len(prompts), desc="prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        with _bar(use_tqdm, total=len(prompts), desc="prompts", unit="prompt") as bar:
             return beam_search(self.engine, generate, prompts, adapters, params, concurrency_limit, bar.update)
 
     def encode(
@@ -173,7 +184,7 @@ class LLM(SaysWhatIsMissing):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         pooling_task: Task | None = None,
         prompt_name: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -193,7 +204,7 @@ class LLM(SaysWhatIsMissing):
         prompts = self.engine.pooling.prepared(prompts, params, prompt_name)
         with _no_collection() as begun:
             fields = _fields_of_each(len(prompts), lora_request=lora_request)
-            return self._collected("encode", prompts, params, fields, begun, use_tqdm)
+            return self._collected(prompts, params, fields, begun, use_tqdm)
 
     def reward(
         self,
@@ -211,7 +222,7 @@ class LLM(SaysWhatIsMissing):
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         prompt_name: str | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -229,7 +240,7 @@ class LLM(SaysWhatIsMissing):
         prompts: Prompt | Sequence[Prompt],
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
@@ -247,7 +258,7 @@ class LLM(SaysWhatIsMissing):
         /,
         *,
         truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         pooling_params: PoolingParams | None = None,
         template: str | None = None,
         chat_template: str | None = None,
@@ -274,7 +285,7 @@ class LLM(SaysWhatIsMissing):
         fields = _fields_of_each(len(plan.prompts), lora_request=lora_request)
         with _no_collection() as begun:
             each = [plan.params] * len(plan.prompts)
-            outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected("score", plan.prompts, each, fields, begun, use_tqdm)
+            outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected(plan.prompts, each, fields, begun, use_tqdm)
         return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
 
     @cached_property
@@ -316,18 +327,17 @@ class LLM(SaysWhatIsMissing):
 
     def _collected(
         self,
-        name: str,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams] | Sequence[PoolingParams],
         fields: Sequence[Mapping[str, Any]],
         begun: Callable[[], None],
-        use_tqdm: bool,
+        use_tqdm: bool | Bar,
     ) -> list[Any]:
         """Add requests, as `OutputStream` does, and wait until all have finished. Return their outputs in order."""
         outputs: dict[int, Any] = {}
         speed = _Speed(self.engine)  # before the first step, which may compute all prompts
-        stream = OutputStream[Any](self.engine, name, prompts, params, fields, begun)
-        with stream, tqdm(total=len(prompts), desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        stream = OutputStream[Any](self.engine, prompts, params, fields, begun)
+        with stream, _bar(use_tqdm, total=len(prompts), desc="requests", unit="req") as bar:
             for output in stream:
                 outputs[output.prompt_index] = output
                 bar.set_postfix_str(speed.text(), refresh=False)
@@ -342,26 +352,30 @@ class OutputStream(Generic[O]):
     def __init__(
         self,
         engine: LLMEngine,
-        name: str,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams] | Sequence[PoolingParams],
         fields: Sequence[Mapping[str, Any]],
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add all requests or none, before any is computed, under ids that no other caller uses; `begun` is called after the next step. `fields`:
+        """Add all requests or none, before any is computed, under new ids; `begun` is called after the next step. `fields`:
         other arguments of `LLMEngine.add_request`, by name. Raises as that does."""
         self._thread = thread = engine.run_in_thread()
-        self._ready: SimpleQueue[str] = SimpleQueue()  # ids of requests whose `Unread` has something
-        prefix = f"{name}-{secrets.token_hex(4)}"
-        self._readers = {  # of unfinished requests, by id, in the order of the prompts
-            (id := f"{prefix}-{place}"): Unread(partial(self._ready.put, id), joins=getattr(one, "output_kind", None) is OutputKind.DELTA)
+        self._ready: SimpleQueue[int] = SimpleQueue()  # places of prompts whose `Unread` has something
+        self._readers = {  # of unfinished requests, by the place of the prompt
+            place: Unread(
+                partial(self._ready.put, place),
+                joins=getattr(one, "output_kind", None) is OutputKind.DELTA,
+            )
             for place, one in enumerate(params)
         }
-        readers = dict(self._readers)
+        self._ids = ids = list[str]()  # of all requests, in the order of the prompts
+        readers = [*self._readers.values()]
 
         def add() -> None:
-            engine.add_list(zip(readers, prompts, params, fields, strict=True))
-            for request_id, unread in readers.items():
+            new = engine.new_ids(len(readers))
+            engine.add_list(zip(new, prompts, params, fields, strict=True))
+            ids.extend(new)
+            for request_id, unread in zip(ids, readers, strict=True):
                 thread.read(request_id, unread)
             thread.submit(begun)
 
@@ -379,14 +393,14 @@ class OutputStream(Generic[O]):
         request, and Ctrl-C; the stream is closed then."""
         try:
             while self._readers:
-                request_id = self._ready.get()
-                output, end = self._readers[request_id].take()
+                place = self._ready.get()
+                output, end = self._readers[place].take()
                 if output is not None:
-                    output.prompt_index = int(request_id.rpartition("-")[2])
+                    output.prompt_index = place
                     if output.finished:
-                        del self._readers[request_id]
+                        del self._readers[place]
                     elif end is not None:
-                        self._ready.put(request_id)  # the next call raises it
+                        self._ready.put(place)  # the next call raises it
                     return cast(O, output)  # that of a request with such parameters
                 if isinstance(end, Aborted):
                     raise RequestError("a request of this call was aborted by another caller")
@@ -400,8 +414,7 @@ class OutputStream(Generic[O]):
     def close(self) -> None:
         """Abort what is unfinished; nothing more comes. Idempotent. Takes no lock and waits for nothing, so that finalizers may call it."""
         readers, self._readers = self._readers, {}
-        for request_id, unread in readers.items():
-            self._thread.abandon(request_id, unread)
+        self._thread.abandon(self._ids, readers)
 
     def __enter__(self) -> OutputStream[O]:
         return self
@@ -426,6 +439,13 @@ class _Speed:
         prefill = (stats.prefill_tokens - self._before.prefill_tokens) / elapsed
         decode = (stats.decode_tokens - self._before.decode_tokens) / elapsed
         return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
+
+
+def _bar(use_tqdm: bool | Bar, **options: Any) -> Any:
+    """Make a progress bar: of the caller's class, or tqdm's, hidden if `use_tqdm` is false."""
+    if callable(use_tqdm):
+        return use_tqdm(**options)
+    return tqdm(**options, disable=not use_tqdm, dynamic_ncols=True)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cached_property, partial, wraps
 from pathlib import Path
@@ -13,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dovetail.api.clock import Clock, VirtualClock
-from dovetail.checks import plain_text, shown
+from dovetail.checks import MAX_TIME_S, as_number, plain_text, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import ConfigError, EngineDeadError, RequestError
@@ -75,6 +77,8 @@ class LLMEngine(SaysWhatIsMissing):
     ```
     """
 
+    _as_ids: Callable[[Iterable[int]], Sequence[int]] = tuple  # the type of token ids in outputs
+
     def __init__(self, assembly: Assembly | None = None, *others: Any, **named: Any) -> None:
         """Take an assembled engine: programs use `from_config` or `from_engine_args`. Raises `ConfigError` for their arguments."""
         if not isinstance(assembly, Assembly) or others or named:
@@ -88,10 +92,11 @@ class LLMEngine(SaysWhatIsMissing):
         self.capacity = assembly.capacity
         self._groups: dict[str, RequestGroup[LiveRequest]] = {}
         self._intake = Intake(assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed))
-        self._builder = OutputBuilder(None)
+        self._builder = OutputBuilder(None, self._as_ids)
         self.constraints_of = assembly.constraints  # makes a request's `Constraint`s; simulations, which compile nothing, replace it
         self._closed = False
         self._listed: set[str] = set()  # ids of requests that came by `add_list`
+        self._numbers = itertools.count()  # for `new_ids`
         self._calling = threading.Condition()  # held during a call; released while a step waits for an arrival
         self._thread: EngineThread | None = None  # runs all calls, once started
         if not isinstance(self.core.clock, VirtualClock):  # which advances when it waits
@@ -115,10 +120,23 @@ class LLMEngine(SaysWhatIsMissing):
         return cls(assemble(config, overrides, registry=registry, clock=clock, progress=progress))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> LLMEngine:
-        """Make the engine that `EngineArgs` describe. Raises as `from_config`."""
-        from dovetail.front.engine_args import engine_config_of
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs | EngineConfig,
+        usage_context: Any = None,
+        stat_loggers: Any = None,
+        **others: Any,
+    ) -> LLMEngine:
+        """Make the engine that `EngineArgs` describe.
 
+        The other arguments are vLLM's: `usage_context` has no effect, and a `RequestError` says
+        what to use instead of the rest. Raises as `from_config`.
+        """
+        from dovetail.front.engine_args import engine_config_of
+        from dovetail.front.vllm_calls import check_call
+
+        given = {"usage_context": usage_context, "stat_loggers": stat_loggers}
+        check_call("from_engine_args", given | others)
         return cls.from_config(engine_config_of(engine_args))
 
     def __repr__(self) -> str:
@@ -143,6 +161,11 @@ class LLMEngine(SaysWhatIsMissing):
         if self._thread is None:
             self._thread = EngineThread(self, flush)
         return self._thread
+
+    def new_ids(self, count: int) -> list[str]:
+        """Return ids for requests of `add_list`: numbers as text, which no unfinished request has."""
+        free = (id for number in self._numbers if (id := str(number)) not in self._groups)
+        return list(itertools.islice(free, count))
 
     @exclusive
     def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams | PoolingParams, Mapping[str, Any]]]) -> None:
@@ -184,15 +207,16 @@ class LLMEngine(SaysWhatIsMissing):
         or was closed.
 
         `arrival_time`, `deadline` (of the last token) and `ttft_deadline` (of the first) are seconds on the engine's clock (`engine.now()`), from
-        -1e9 to 1e9; `tbt_s` is the largest acceptable time between two tokens. How they are used is up to the policy, which sees the request only
-        from its arrival time on. Policies see requests in order of time: an arrival time before that of a request already seen is raised to it, so
-        that backdating gains nothing. `client`: the client that policies charge. `cache_salt`: share cached K and V only with requests of the same
-        salt. `extra`: distribution -> fields for its components. `predicted_tokens`: a predicted length of the output, for policies that use one.
+        -1e9 to 1e9; larger ones are taken as Unix time (`time.time()`). `tbt_s` is the largest acceptable time between two tokens. How they are used
+        is up to the policy, which sees the request only from its arrival time on. Policies see requests in order of time: an arrival time before that
+        of a request already seen is raised to it, so that backdating gains nothing. `client`: the client that policies charge. `cache_salt`: share
+        cached K and V only with requests of the same salt. `extra`: distribution -> fields for its components. `predicted_tokens`: a predicted length
+        of the output, for policies that use one.
         `lora_request`: the adapter to compute it with. It is loaded while the request waits; one that can't be used ends its requests as "rejected",
         with the reason.
         """
         if others:
-            from dovetail.front.vllm_args import check_call
+            from dovetail.front.vllm_calls import check_call
 
             check_call("add_request", others)
         params = params if params is not None else SamplingParams()
@@ -200,17 +224,24 @@ class LLMEngine(SaysWhatIsMissing):
             raise RequestError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")
         request_checks.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
         fields = RequestFields(
-            arrival_time=arrival_time,
+            arrival_time=self._on_our_clock(arrival_time),
             priority=priority,
             client=client,
-            deadline=deadline,
+            deadline=self._on_our_clock(deadline),
             cache_salt=cache_salt,
             predicted_tokens=predicted_tokens,
-            ttft_deadline=ttft_deadline,
+            ttft_deadline=self._on_our_clock(ttft_deadline),
             tbt_s=tbt_s,
             lora_request=lora_request,
         )
         self._add(request_id, prompt, params, fields, extra)
+
+    def _on_our_clock(self, instant: Any) -> Any:
+        """Convert a Unix time, which vLLM's programs pass, to the engine's clock, unless that is virtual."""
+        seconds = as_number(instant)
+        if seconds is None or seconds <= MAX_TIME_S or isinstance(self.core.clock, VirtualClock):
+            return instant
+        return self.now() + (seconds - time.time())
 
     def _add(
         self, request_id: str, prompt: Prompt, given: SamplingParams | PoolingParams, fields: RequestFields, extra: Mapping[str, Any] | None
@@ -230,7 +261,7 @@ class LLMEngine(SaysWhatIsMissing):
         if checked.fields.lora_request is not None and self._assembly.adapters is not None:
             adapter = self._assembly.adapters.get(checked.fields.lora_request)
         samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints, adapter)
-        self._groups[request_id] = group = RequestGroup(request_id, checked.text, checked.token_ids, params, samples, pools=pools)
+        self._groups[request_id] = group = RequestGroup(request_id, checked.text, self._as_ids(checked.token_ids), params, samples, pools=pools)
         group.metrics.arrival_time = came
         self._builder.expect(group, texts)
         try:

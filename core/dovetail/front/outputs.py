@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby, islice, zip_longest
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -135,7 +135,7 @@ class SampleOutput:
             self.text.append(self.unread)
             self.unread = []
 
-    def take(self, kind: OutputKind) -> CompletionOutput:
+    def take(self, kind: OutputKind, as_ids: Callable[[Iterable[int]], Sequence[int]]) -> CompletionOutput:
         """What is new (delta), or all there is."""
         finish, tokens, text, log = self.finish, self.request.output_token_ids, "", self.logprobs
         logprobs: Sequence[TokenLogprobMap] | None = None
@@ -147,7 +147,7 @@ class SampleOutput:
             if self.text is not None:
                 text = self.text.take_delta()
         else:
-            new_tokens = tuple(tokens)
+            new_tokens = as_ids(tokens)
             if log is not None:
                 logprobs = log.read()
             if self.text is not None:
@@ -166,8 +166,10 @@ class SampleOutput:
 class OutputBuilder:
     """Feeds text and log-probabilities of each delivery to the samples that it expects, and makes the outputs."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: Callable[[Iterable[int]], Sequence[int]] = tuple) -> None:
+        """`as_ids`: the type of the token ids in outputs."""
         self._samples: dict[SampleState, SampleOutput] = {}
+        self._as_ids = as_ids
         self._texts = {True: TokenTexts(tokenizer), False: TokenTexts(None)}  # for log-probabilities; whether a request wants text
 
     @property
@@ -248,7 +250,7 @@ class OutputBuilder:
             group.request_id,
             group.prompt,
             group.prompt_token_ids,
-            [sample.take(kind) for sample in samples],
+            [sample.take(kind, self._as_ids) for sample in samples],
             finished,
             group.prompt_logprobs,
             group.samples[0].cached_tokens,
@@ -277,7 +279,8 @@ class OutputBuilder:
         sample.sent_tokens += len(tokens)
         if metrics.first_token_time is None:
             metrics.first_token_time, metrics.first_scheduled_time = request.first_token_time, request.first_scheduled_time
-        completion = CompletionOutput(0, sample.text.take_delta() if sample.text is not None else "", tokens)
+        text = "" if sample.text is None else sample.text.take_delta()
+        completion = CompletionOutput(0, text, self._as_ids(tokens))
         return RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request.cached_tokens, metrics)
 
     def _feed(self, sample: SampleOutput, tokens: Sequence[int], finish: Finish | None) -> None:

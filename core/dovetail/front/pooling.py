@@ -131,7 +131,7 @@ class ScorePlan:
         """Return the score of a pair, given what was pooled of its prompts."""
         if self.places is None:
             return float(results[0][0])
-        first, second = (result.astype(np.float64) for result in results)
+        first, second = (np.asarray(result, np.float64) for result in results)
         cosine = float(first @ second / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12))
         return min(1.0, max(-1.0, cosine))  # rounding may exceed them
 

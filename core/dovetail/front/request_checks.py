@@ -15,6 +15,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
+_PROMPT_KEYS = 8  # vLLM's prompts have six, of which None asks for nothing
 _COUNTS = {  # of lists and mappings: what an error calls their length, and its limit
     "stop": ("the number of strings", "max_stop_strings"),
     "stop_sequences": ("the number of strings", "max_stop_strings"),  # Anthropic's name
@@ -34,6 +35,8 @@ def content_of(prompt: Any) -> Any:
     """Return the text of a prompt that is text, else what should be token ids. Raises `RequestError` for a mapping that is neither."""
     if not isinstance(prompt, Mapping):
         return prompt
+    if len(prompt) <= _PROMPT_KEYS:
+        prompt = {key: value for key, value in prompt.items() if value is not None}
     if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
         keys = shown(list(prompt))
         raise RequestError(f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got the keys {keys}')

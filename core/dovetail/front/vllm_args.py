@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dovetail.checks import as_number, did_you_mean, shown
+from dovetail.checks import among, as_number, did_you_mean, shown
 from dovetail.config import EngineConfig
-from dovetail.errors import ConfigError, RequestError
+from dovetail.errors import ConfigError
 from dovetail.front.vllm_speculation import speculation_of
-from dovetail.pooling import PoolingParams
 from dovetail.roadmap import planned
-from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
 
 logger = logging.getLogger("dovetail")
 
@@ -88,19 +86,6 @@ def is_given(key: str, overrides: Mapping[str, Any]) -> bool:
     return option in around if isinstance(around, Mapping) else option == "name" and around is not None
 
 
-def check_call(method: str, others: Mapping[str, Any], kind: type[SamplingParams | PoolingParams] = SamplingParams) -> None:
-    """Arguments of vLLM's methods that ours haven't: None asks for nothing. Raises `RequestError` for any other value and any other name. `kind`: of
-    the call's parameters."""
-    for name, value in others.items():
-        if name not in CALL_TABLE:
-            known = name in {field.name for field in fields(kind)}
-            given = "sampling_params" if kind is SamplingParams else "pooling_params"
-            hint = f"it is a field of {kind.__name__}: {given}={kind.__name__}({name}=…)" if known else "there is no such argument"
-            raise RequestError(f"{method}(): {name[:80]}: {hint}")
-        if value is not None:
-            raise RequestError(f"{method}(): {name}={shown(value)}: {CALL_TABLE[name]}")
-
-
 SECRETS = {"hf_token"}  # arguments whose values are never shown
 _told: set[str] = set()  # names of arguments: one line each is enough
 
@@ -125,7 +110,7 @@ def _shown(name: str, value: Any) -> str:
 
 def _anyway(name: str, *values: Any, why: str, otherwise: str, refused: Any) -> Argument:
     """These values mean what is so anyway."""
-    return Argument(name, None, lambda value: {} if _among(value, values) else None, why, otherwise, values, (refused,))
+    return Argument(name, None, lambda value: {} if among(value, values) else None, why, otherwise, values, (refused,))
 
 
 def _never_matters(name: str, example: Any, why: str) -> Argument:
@@ -151,7 +136,7 @@ def _number(name: str, key: str, example: int, automatic: Any = None) -> Argumen
     """A number, as here; `automatic` leaves it to the engine."""
 
     def becomes(value: Any) -> Mapping[str, Any] | None:
-        if value is None or _among(value, (automatic,)):
+        if value is None or among(value, (automatic,)):
             return {}
         return {key: value} if as_number(value) is not None else None
 
@@ -178,7 +163,7 @@ def _same_key(name: str, values: Mapping[Any, Any], taken: Any, says: str, refus
 
     def becomes(value: Any) -> Mapping[str, Any] | None:
         value = _plain(value)
-        if _among(value, refused):
+        if among(value, refused):
             return None
         instead = _look_up({old: {} if new is None else {name: new} for old, new in values.items()}, value)
         return {name: value} if instead is None else instead
@@ -191,15 +176,8 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
 
 
-def _among(value: Any, values: tuple[Any, ...]) -> bool:
-    """Equal and of the same type: 1 is not True; but 0 is 0.0."""
-    return any(type(value) is type(one) and value == one for one in values) or (
-        as_number(value) is not None and any(as_number(one) == as_number(value) for one in values if as_number(one) is not None)
-    )
-
-
 def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str, Any] | None:
-    return next((new for old, new in values.items() if _among(value, (old,))), None)
+    return next((new for old, new in values.items() if among(value, (old,))), None)
 
 
 def _speculation(name: str) -> Argument:
@@ -250,7 +228,7 @@ def _pooler(name: str) -> Argument:
     return Argument(name, "pooling", becomes, says, _POOLERS, taken, ({"pooling_type": "STEP"}, {"step_tag_id": 3}, "CLS"))
 
 
-_MACHINES = planned("Several machines")
+MACHINES = planned("Several machines")
 _DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
 _POOLERS = "say it of this engine's pooling: pooling={'method': …, 'normalize': …}"
 _PROCESSORS = (
@@ -266,8 +244,8 @@ _DOWNLOAD = "name a local directory as the model: `hf download` fetches any revi
 _SCHEDULERS = "a scheduler decides that: choose or write one (scheduler)"
 _MODEL_IMPL = "name the component: model={'path': …, 'component': 'transformers'}"
 _EDIT_CONFIG = "edit the config.json of a local copy"
-_TEXT_ONLY = "models of text alone are served"
-_SOFT_PROMPTS = (
+TEXT_ONLY = "models of text alone are served"
+SOFT_PROMPTS = (
     "prompt adapters (soft prompts) aren't served, and vLLM has dropped them, too: hardly any model comes with one; write the instruction into the "
     "prompt, whose K and V the prefix cache keeps"
 )
@@ -279,9 +257,9 @@ _OFF = (None, False)
 _ROWS = (
     # Devices
     _ranks("tensor_parallel_size"),
-    _anyway("pipeline_parallel_size", 1, why=_ONE_DEVICE, otherwise=_MACHINES, refused=2),
-    _anyway("data_parallel_size", 1, why=_ONE_DEVICE, otherwise=f"start an engine for each device (executor.device). {_MACHINES}", refused=2),
-    _anyway("distributed_executor_backend", None, "uni", "mp", why="ranks are processes of this host", otherwise=_MACHINES, refused="ray"),
+    _anyway("pipeline_parallel_size", 1, why=_ONE_DEVICE, otherwise=MACHINES, refused=2),
+    _anyway("data_parallel_size", 1, why=_ONE_DEVICE, otherwise=f"start an engine for each device (executor.device). {MACHINES}", refused=2),
+    _anyway("distributed_executor_backend", None, "uni", "mp", why="ranks are processes of this host", otherwise=MACHINES, refused="ray"),
     _anyway("enable_expert_parallel", *_OFF, why=_ONE_DEVICE, otherwise=_EXPERTS, refused=True),
     _anyway(
         "disable_custom_all_reduce",
@@ -291,7 +269,7 @@ _ROWS = (
         refused=True,
     ),
     _renamed("device", "executor.device", {"auto": None, "cpu": "cpu", "cuda": "cuda"}, "executor.device names a device", "tpu"),
-    _anyway("worker_use_ray", *_OFF, why=_ONE_DEVICE, otherwise=_MACHINES, refused=True),
+    _anyway("worker_use_ray", *_OFF, why=_ONE_DEVICE, otherwise=MACHINES, refused=True),
     # Memory
     _never_matters("swap_space", 4, "a request that is preempted is computed again, nothing is swapped"),
     _anyway(
@@ -392,8 +370,8 @@ _ROWS = (
     _anyway("model_impl", "auto", why="native models come first", otherwise=_MODEL_IMPL, refused="transformers"),
     _anyway("config_format", "auto", "hf", why="config.json is read", otherwise="convert the checkpoint to transformers' layout", refused="mistral"),
     _anyway("override_generation_config", None, {}, why="generation_config.json holds", otherwise="say it in SamplingParams", refused={"top_k": 5}),
-    _anyway("limit_mm_per_prompt", None, {}, why=_TEXT_ONLY, otherwise=_TEXT_ONLY, refused={"image": 1}),
-    _anyway("mm_processor_kwargs", None, {}, why=_TEXT_ONLY, otherwise=_TEXT_ONLY, refused={"size": 1}),
+    _anyway("limit_mm_per_prompt", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"image": 1}),
+    _anyway("mm_processor_kwargs", None, {}, why=TEXT_ONLY, otherwise=TEXT_ONLY, refused={"size": 1}),
     _anyway("task", "auto", "generate", "embed", "embedding", "classify", "score", "reward", why=_DECIDES, otherwise=_DECIDES, refused="transcribe"),
     _anyway("runner", "auto", "generate", "pooling", why=_DECIDES, otherwise=_DECIDES, refused="draft"),
     _anyway("convert", "auto", "none", "embed", why=_DECIDES, otherwise=f"{_DECIDES}; {_POOLERS}", refused="classify"),
@@ -407,9 +385,9 @@ _ROWS = (
     _anyway("lora_target_modules", None, why="adapters name modules", otherwise="each adapter names its modules: leave it out", refused=["q_proj"]),
     _never_matters("lora_extra_vocab_size", 256, "adapters of embeddings are refused"),
     _anyway("enable_lora_bias", *_OFF, why="adapters have no biases", otherwise="adapters with biases aren't served: merge them", refused=True),
-    _anyway("enable_prompt_adapter", *_OFF, why="there are no soft prompts", otherwise=_SOFT_PROMPTS, refused=True),
+    _anyway("enable_prompt_adapter", *_OFF, why="there are no soft prompts", otherwise=SOFT_PROMPTS, refused=True),
     *(
-        _anyway(name, None, 0, why="there are no soft prompts", otherwise=_SOFT_PROMPTS, refused=8)
+        _anyway(name, None, 0, why="there are no soft prompts", otherwise=SOFT_PROMPTS, refused=8)
         for name in ("max_prompt_adapters", "max_prompt_adapter_token")
     ),
     _speculation("speculative_config"),
@@ -446,18 +424,6 @@ _ROWS = (
     _anyway("served_model_name", None, why="`LLM` serves nothing", otherwise=_SERVER, refused="my-model"),
     _anyway("otlp_traces_endpoint", None, why="observers tell", otherwise="write an observer plugin, and name it: observers", refused="http://x"),
 )
-
-CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to do instead
-    "prompt_adapter_request": _SOFT_PROMPTS,
-    "use_beam_search": BEAM_SEARCH,
-    "priority": "each request has its own: LLMEngine.add_request(…, priority=…)",
-    "guided_options_request": "say it in the sampling parameters: structured_outputs",
-    "tokenization_kwargs": "the parameters of a request have truncate_prompt_tokens; give token ids for anything else",
-    "chat_template_content_format": "it is found out from the template: leave it out",
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "trace_headers": "observers tell: write an observer plugin, and name it: observers",
-    "data_parallel_rank": _MACHINES,
-}
 
 TABLE: dict[str, Argument] = {row.name: row for row in _ROWS}
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 import sys
 
 from dovetail import (
-    LLM,
-    AsyncLLMEngine,
     BeamSearchParams,
     ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingRequestOutput,
     EngineArgs,
-    LLMEngine,
     PoolingParams,
     PoolingRequestOutput,
     RequestOutput,
     SamplingParams,
     ScoringRequestOutput,
 )
+from dovetail.compat.vllm.engines import LLM, AsyncLLMEngine, LLMEngine
 from dovetail.compat.vllm.gaps import MissingModules, missing
 from dovetail.compat.vllm.inputs import TextPrompt, TokensPrompt
 from dovetail.pooling import ClassificationOutput, EmbeddingOutput, PoolingOutput, ScoringOutput

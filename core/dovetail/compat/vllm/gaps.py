@@ -9,13 +9,12 @@ from types import ModuleType
 from typing import Any
 
 from dovetail.checks import did_you_mean
-from dovetail.front.vllm_args import CALL_TABLE
+from dovetail.front.vllm_args import SOFT_PROMPTS
 
 PACKAGE = "dovetail.compat.vllm"
 _TEXT_ONLY = "models of text alone are served"
 _PLUGIN = "write a plugin instead: see docs/plugins"
 _OBSERVER = "write an observer plugin, and name it: observers; LLM.get_metrics() returns counters and gauges"
-_SOFT_PROMPTS = CALL_TABLE["prompt_adapter_request"]
 _CONFIG = "arguments of LLM() say what there is to configure"
 INSTEAD = {  # the beginning of a module or name -> what to do instead
     "multimodal": _TEXT_ONLY,
@@ -33,8 +32,8 @@ INSTEAD = {  # the beginning of a module or name -> what to do instead
     "StatLoggerBase": _OBSERVER,
     "v1.metrics.loggers": _OBSERVER,
     "engine.metrics": _OBSERVER,
-    "PromptAdapterRequest": _SOFT_PROMPTS,
-    "prompt_adapter": _SOFT_PROMPTS,
+    "PromptAdapterRequest": SOFT_PROMPTS,
+    "prompt_adapter": SOFT_PROMPTS,
     "distributed.kv_transfer": "an engine keeps its K and V to itself",
     "distributed": "`close()` ends an engine with all its processes: leave it out",
     "v1.metrics": "LLM.get_metrics() returns counters and gauges",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail import LLM
+from dovetail.compat.vllm.engines import LLM
 from dovetail.compat.vllm.gaps import missing
 
 __all__ = ["LLM"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail import AsyncLLMEngine
+from dovetail.compat.vllm.engines import AsyncLLMEngine
 from dovetail.compat.vllm.gaps import missing
 
 AsyncLLM = AsyncLLMEngine

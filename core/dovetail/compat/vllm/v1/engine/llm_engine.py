@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail import LLMEngine
+from dovetail.compat.vllm.engines import LLMEngine
 from dovetail.compat.vllm.gaps import missing
 
 __all__ = ["LLMEngine"]

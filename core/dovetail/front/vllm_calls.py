@@ -1,0 +1,103 @@
+"""Arguments of vLLM's methods that Dovetail's lack, and the positions of vLLM's arguments.
+
+One table serves all methods: a value that asks for vLLM's default is accepted, any other is rejected with what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from dovetail.checks import shown
+from dovetail.errors import RequestError
+from dovetail.front.vllm_args import MACHINES, SOFT_PROMPTS, TEXT_ONLY
+from dovetail.pooling import PoolingParams
+from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
+from dovetail.vllm_only import VllmOnly
+
+_OBSERVERS = "write an observer plugin, and name it: observers"
+_TOKENIZED = "the parameters of a request have truncate_prompt_tokens; give token ids for anything else"
+
+CALL_TABLE: Mapping[str, VllmOnly] = {
+    "prompt_adapter_request": VllmOnly(SOFT_PROMPTS),
+    "use_beam_search": VllmOnly(BEAM_SEARCH, (False,)),
+    "guided_options_request": VllmOnly("say it in the sampling parameters: structured_outputs"),
+    "tokenization_kwargs": VllmOnly(_TOKENIZED, ({},)),
+    "chat_template_content_format": VllmOnly("it is found out from the template: leave it out", ("auto",)),
+    "mm_processor_kwargs": VllmOnly(TEXT_ONLY, ({},)),
+    "multi_modal_data": VllmOnly(TEXT_ONLY, ({},)),
+    "trace_headers": VllmOnly(_OBSERVERS, ({},)),
+    "data_parallel_rank": VllmOnly(MACHINES),
+    "prompt_text": VllmOnly("give the text as the prompt, or its token ids alone"),
+    "reasoning_ended": VllmOnly("structured={'after': …} names the text that a rule follows"),
+    "reasoning_parser_kwargs": VllmOnly("text is parsed by the server alone", ({},)),
+    "session_id": VllmOnly("`client` names who asks, for policies: LLMEngine.add_request"),
+    "kv_hints": VllmOnly("the prefix cache keeps what it has room for: leave it out"),
+    "usage_context": VllmOnly("no usage is reported: leave it out", advisory=True),
+    "stat_loggers": VllmOnly(_OBSERVERS, ([], {})),
+    "enable_multiprocessing": VllmOnly("the engine runs in the calling process", (False,)),
+    "start_engine_loop": VllmOnly("the engine's thread starts with it: leave it out", (True,)),
+}
+
+POSITIONS: Mapping[str, Sequence[str]] = {  # in vLLM's order: arguments after those that ours have
+    "chat": (
+        "lora_request",
+        "chat_template",
+        "chat_template_content_format",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "chat_template_kwargs",
+        "tokenization_kwargs",
+        "mm_processor_kwargs",
+    ),
+    "beam_search": ("lora_request", "use_tqdm", "concurrency_limit"),
+    "generate": ("lora_request", "trace_headers", "priority", "data_parallel_rank"),
+    "encode": ("lora_request", "trace_headers", "priority", "tokenization_kwargs"),
+    "add_request": ("lora_request", "tokenization_kwargs", "trace_headers", "priority"),
+}
+_TRACE_HEADERS = {"traceparent", "tracestate"}
+
+
+def check_call(
+    method: str,
+    others: Mapping[str, Any],
+    kind: type[SamplingParams | PoolingParams] = SamplingParams,
+) -> None:
+    """Check arguments of vLLM's methods that ours lack. `kind`: the class of the call's parameters.
+
+    Raises `RequestError` for an unknown name, and for a value other than vLLM's default.
+    """
+    for name, value in others.items():
+        row = CALL_TABLE.get(name)
+        if row is None:
+            known = name in {field.name for field in fields(kind)}
+            given = "sampling_params" if kind is SamplingParams else "pooling_params"
+            field = f"it is a field of {kind.__name__}: {given}={kind.__name__}({name}=…)"
+            hint = field if known else "there is no such argument"
+            raise RequestError(f"{method}(): {name[:80]}: {hint}")
+        if not row.accepts(value):
+            raise RequestError(f"{method}(): {name}={shown(value)}: {row.instead}")
+
+
+def by_position(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `named` with the arguments that follow our own positional ones in vLLM's order.
+
+    Raises `RequestError` for too many, and for one that is given twice.
+    """
+    names = POSITIONS[method]
+    if method == "add_request" and _is_older(given):
+        names = ("lora_request", "trace_headers", "prompt_adapter_request", "priority")
+    if len(given) > len(names):
+        raise RequestError(f"{method}() takes at most {len(names)} more arguments by position, {', '.join(names)}, got {len(given)}")
+    placed = dict(zip(names, given, strict=False))
+    if twice := placed.keys() & named.keys():
+        raise RequestError(f"{method}(): {min(twice)} is given by position and by name")
+    return {**placed, **named}
+
+
+def _is_older(given: Sequence[Any]) -> bool:
+    """Return True for the order of vLLM's releases without `tokenization_kwargs`: its second is headers."""
+    second = given[1] if len(given) > 1 else None
+    return isinstance(second, Mapping) and bool(second.keys() & _TRACE_HEADERS)
