@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]  # 0: no request may ask for any
 
+MAX_CUT_CHARS = 1_000_000  # of a text that `truncate_prompt_tokens` cuts, unless more would fit the model uncut
+
 
 class Limits(BaseModel):
     """Upper bounds for the parts of one request. An error names the limit and its value."""
@@ -24,8 +26,15 @@ class Limits(BaseModel):
 
     max_prompt_chars: Count | None = None
     """The longest text that is tokenized, in characters. A conversation, tools included, may have twice as many before it is rendered. `null`:
-    `max_model_len` times the characters of the tokenizer's longest token, which no text that fits the model exceeds. It is checked before
-    `truncate_prompt_tokens` cuts anything: raise it for prompts that are to be cut."""
+    `max_model_len` times the characters of the tokenizer's longest token, which no text that fits the model exceeds; for a text that
+    `truncate_prompt_tokens` cuts, 1,000,000 if that is more."""
+
+    max_request_chars: Count = 16 * 2**20
+    """The most characters that are tokenized for one HTTP request, over all its prompts. A query or a template counts once for each document that
+    it is joined with."""
+
+    max_samples: Count = 4096
+    """The most samples of one HTTP request: its prompts times `n`."""
 
     max_name_chars: Count = 512
     """The longest `request_id`, `client`, `cache_salt` and name of an adapter."""

@@ -410,3 +410,13 @@ def test_several_threads_make_the_prompts_that_one_makes() -> None:
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(front.prompt, conversations)) == alone
     front.close()
+
+
+def test_a_conversation_that_is_truncated_may_be_longer_than_what_fits() -> None:
+    front = ChatFrontEnd(tokenizer(PLAIN), Limits(), 64)
+    long = [{"role": "user", "content": "To be or not. " * 500}]
+    with pytest.raises(RequestError, match=r"limits.max_prompt_chars"):
+        front.prompt(long)
+    assert len(front.prompt(long, cut=True).token_ids) > 64
+    with pytest.raises(RequestError, match=r"limits.max_prompt_chars"):
+        front.prompt([{"role": "user", "content": "a" * 2_000_001}], cut=True)

@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dovetail import LLM, AsyncLLMEngine, LLMEngine, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 from dovetail.api.executor import PoolingCapacity
 from dovetail.errors import EngineDeadError, ModelLoadError, RequestError, UnsupportedError
 from dovetail.front.pooling import YES_OR_NO, PoolingFacts, PoolingIntake, paired
+from dovetail.front.prompt_source import PromptSource
 from dovetail.front.tokenizer import TokenizedText
+from dovetail.limits import MAX_CUT_CHARS
 from tests.front.pooled import CLASSIFIER, EMBEDDER, GENERATOR, SCORER, config, expected, install
 from tests.registry.fakes import Site
 
@@ -25,6 +29,11 @@ TEXTS = ["O Romeo, Romeo!", "wherefore art thou Romeo?", "Deny thy father and re
 @pytest.fixture(autouse=True)
 def executor(site: Site) -> None:
     install(site)
+
+
+def unchecked(facts: PoolingFacts, encoded: Any, tokenizer: Any = None) -> PoolingIntake:
+    """The intake of a model whose prompts may have any number of characters."""
+    return PoolingIntake(facts, encoded, lambda: tokenizer or pytest.fail("no tokenizer is needed"), lambda chars, cut: None)
 
 
 def llm(capacity: PoolingCapacity | None, **more: Any) -> LLM:
@@ -111,11 +120,11 @@ def test_scores_of_an_embedding_model_are_cosines_and_each_text_is_embedded_once
 
 def test_stored_prompts_are_put_before_texts() -> None:
     stored = dataclasses.replace(PoolingFacts(EMBEDDER, 100, "max_model_len"), prompts={"query": "Q: ", "passage": "P: "}, default_prompt="passage")
-    pooling = PoolingIntake(stored, lambda texts: [TokenizedText(text, [1]) for text in texts], lambda: pytest.fail("no tokenizer is needed"))
+    pooling = unchecked(stored, lambda texts: [TokenizedText(text, [1]) for text in texts])
     assert pooling.prompted("a", "query") == "Q: a"
     assert pooling.prompted("a", None) == "P: a"
     plan = pooling.plan_scores([("a", "b"), ("a", "a")], PoolingParams())
-    assert [prompt.text for prompt in plan.prompts] == ["Q: a", "P: b", "P: a"]
+    assert [prompt.text for prompt in plan.prompts.all()] == ["Q: a", "P: b", "P: a"]  # type: ignore[union-attr]
     assert plan.places == [(0, 1), (0, 2)]
     with pytest.raises(RequestError, match="no prompt named 'doc'; it has 'query', 'passage'"):
         pooling.prompted("a", "doc")
@@ -136,7 +145,7 @@ def test_a_generator_with_score_tokens_gets_pairs_in_the_form_of_qwen3_reranker(
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     other = PoolingFacts.of(yes_or_no, tmp_path, None, 10, 10)
     with pytest.raises(RequestError, match="only that of Qwen3-Reranker is known: give one"):
-        PoolingIntake(other, lambda texts: [], lambda: pytest.fail("no tokenizer is needed")).plan_scores([("a", "b")], PoolingParams())
+        unchecked(other, lambda texts: []).plan_scores([("a", "b")], PoolingParams())
 
 
 class Around:
@@ -155,7 +164,7 @@ class Around:
 def around(most: int, *, left: bool = False, template: str | None = None) -> PoolingIntake:
     tokenizer: Any = Around(left=left)
     facts = PoolingFacts(SCORER, most, "max_model_len", template=template)
-    return PoolingIntake(facts, lambda texts: [TokenizedText(text, tokenizer.encode(text)) for text in texts], lambda: tokenizer)
+    return unchecked(facts, lambda texts: [TokenizedText(text, tokenizer.encode(text)) for text in texts], tokenizer)
 
 
 def test_truncation_keeps_the_special_tokens_around_a_text() -> None:
@@ -171,9 +180,58 @@ def test_truncation_keeps_the_special_tokens_around_a_text() -> None:
 
 def test_truncation_of_a_template_cuts_the_document_and_nothing_else() -> None:
     cut = around(12, template="<{query}|{document}>").plan_scores([("ab", "cdefghij"), ("a", "b")], PoolingParams(truncate_prompt_tokens=-1))
-    assert [[*map(chr, prompt.token_ids[1:-2])] for prompt in cut.prompts] == [list("<ab|cdef>"), list("<a|b>")]
+    made: Any = cut.prompts.all()
+    assert [[*map(chr, prompt.token_ids[1:-2])] for prompt in made] == [list("<ab|cdef>"), list("<a|b>")]
+    full = around(12, template="<{query}|{document}>").plan_scores([("abcdefghij", "k")], PoolingParams(truncate_prompt_tokens=-1))
     with pytest.raises(RequestError, match="leave no room for the document"):
-        around(12, template="<{query}|{document}>").plan_scores([("abcdefghij", "k")], PoolingParams(truncate_prompt_tokens=-1))
+        full.prompts.all()
+
+
+def test_a_text_that_is_truncated_may_be_longer_than_what_fits() -> None:
+    long = "To be or not to be. " * 200
+    for capacity, calls in [
+        (EMBEDDER, [lambda one, **cut: one.embed(long, **cut), lambda one, **cut: one.score("a", long, **cut)]),
+        (CLASSIFIER, [lambda one, **cut: one.classify(["a", long], **cut), lambda one, **cut: one.reward(long, **cut)]),
+        (SCORER, [lambda one, **cut: one.score(long, long, **cut), lambda one, **cut: one.score("a", long, template="{query}:{document}", **cut)]),
+    ]:
+        with llm(capacity, max_model_len=64) as one:
+            for call in calls:
+                for most in (40, -1):
+                    outputs = call(one, truncate_prompt_tokens=most, use_tqdm=False)
+                    assert outputs[-1].outputs is not None
+                with pytest.raises(RequestError, match=r"limits\.max_prompt_chars"):
+                    call(one, use_tqdm=False)
+            with pytest.raises(RequestError, match=rf"at most {MAX_CUT_CHARS} are tokenized"):
+                one.encode("a" * (MAX_CUT_CHARS + 1), truncate_prompt_tokens=4, use_tqdm=False)
+
+
+def test_texts_of_pairs_are_measured_before_they_are_joined() -> None:
+    def check(chars: int, cut: bool) -> None:
+        measured.append((chars, cut))
+
+    measured: list[tuple[int, bool]] = []
+    text = "x" * 10**6
+    pairs = [(text, f"{number}") for number in range(1000)]
+    for capacity, template in ((SCORER, None), (SCORER, "{query}:{document}"), (EMBEDDER, None)):
+        facts = PoolingFacts(capacity, 10, "max_model_len", prompts={"query": "12"} if capacity is EMBEDDER else {})
+        pooling = PoolingIntake(facts, lambda texts: pytest.fail("joined"), lambda: pytest.fail("tokenized"), check)
+        plan = pooling.plan_scores(pairs, PoolingParams(truncate_prompt_tokens=4), template)
+        lengths = [len(query) + len(document) + bool(template) for query, document in pairs]
+        if capacity is EMBEDDER:
+            lengths = [len(text) + 2, *(len(document) for _, document in pairs)]
+        assert list(plan.prompts.chars) == lengths
+        assert measured == [(length, True) for length in lengths]
+        measured.clear()
+
+
+@given(st.lists(st.integers(0, 100)), st.integers(0, 300))
+def test_slices_of_prompts_are_all_of_them_and_none_costs_more_than_it_may_but_a_single_one(chars: list[int], most: int) -> None:
+    source = PromptSource(chars, lambda part: list(range(len(chars)))[part])  # type: ignore[arg-type]
+    slices = list(source.slices(most))
+    assert [place for part, _ in slices for place in source.make(part)] == source.all()
+    assert sum(cost for _, cost in slices) == source.cost
+    for part, cost in slices:
+        assert cost <= most or part.stop - part.start == 1
 
 
 def test_a_pair_is_cut_by_the_tokenizer() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,3 +82,40 @@ def test_a_name_is_never_looked_up_on_the_network() -> None:
 def test_loading_the_demo_does_not_import_torch() -> None:
     code = f"import sys; from dovetail.front.tokenizer import Tokenizer; Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def of_pairs(side: str = "right") -> tuple[tokenizers.Tokenizer, TransformersTokenizer]:
+    """The demo model's tokenizer with special tokens around the texts of a pair, of the library and ours."""
+    library = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", pair="<|endoftext|> $A <|endoftext|> $B:1 <|endoftext|>:1", special_tokens=[("<|endoftext|>", 0)]
+    )
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=library, truncation_side=side)
+    return tokenizers.Tokenizer.from_str(library.to_str()), TransformersTokenizer(own)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_pair_is_cut_as_the_tokenizers_library_cuts_it(side: str) -> None:
+    library, ours = of_pairs(side)
+    texts = ["", "a", "a<|endoftext|>b", "wherefore art thou", "Deny thy father and refuse thy name"]
+    pairs = list(itertools.product(texts, texts))
+    for most in range(4, 30):
+        library.enable_truncation(most, strategy="longest_first", direction=side)
+        cut = ours.encode_pairs(pairs, most)
+        for pair, one in zip(pairs, cut, strict=True):
+            theirs = library.encode(*pair)
+            assert one.token_ids == theirs.ids
+            assert one.second == theirs.type_ids.index(1)
+    with pytest.raises(RequestError, match="must be more than 3, the special tokens of a pair, got 3"):
+        ours.encode_pairs([("a", "b")], 3)
+    assert ours.encode_pairs([], 3) == []
+
+
+def test_cutting_a_long_pair_takes_time_by_its_length() -> None:
+    """The library keeps all combinations of what it cuts off both texts."""
+    _, ours = of_pairs()
+    long = "to be or not " * 10_000
+    began = time.process_time()
+    [one] = ours.encode_pairs([(long, long)], 64)
+    assert len(one.token_ids) == 64
+    assert time.process_time() - began < 5

@@ -13,6 +13,7 @@ from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import IntakeFacts
 from dovetail.front.pooling import PoolingIntake
+from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
@@ -68,6 +69,11 @@ class FakeEngine:
     @property
     def pooling(self) -> PoolingIntake:
         raise RequestError("the fake can't pool")
+
+    def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
+        contents = [content_of(prompt) for prompt in prompts]
+        chars = [len(content) if isinstance(content, str) else 0 for content in contents]
+        return PromptSource(chars, lambda part: [self.tokenized(prompt) for prompt in prompts[part]])
 
     def tokenized(self, prompt: Prompt) -> Prompt:
         text, ids = _read(prompt, self.tokenizer)

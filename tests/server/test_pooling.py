@@ -122,6 +122,36 @@ def test_scores_of_pairs(path: str) -> None:
             assert said in message
 
 
+def test_what_is_tokenized_for_one_request_is_bounded_before_it_is_joined() -> None:
+    limits = {"limits": {"max_request_chars": 1000}}
+    long = "ab " * 2000
+    with serving_in_threads(config(SCORER, **limits)) as url, httpx.Client(base_url=url, timeout=60) as one:
+        for path, body in [
+            ("/rerank", {"query": "a" * 200, "documents": ["b"] * 5}),
+            ("/score", {"text_1": "a", "text_2": ["b"] * 5, "template": "c" * 200 + "{query}{document}"}),
+            ("/v1/score", {"queries": "a" * 600, "documents": "b" * 600}),
+        ]:
+            status, message, _ = refusal(one, path, **body)
+            assert status == 400
+            assert "at most 1000 (limits.max_request_chars)" in message
+        assert len(answer(one, "/rerank", query="a" * 50, documents=["b"] * 5)["results"]) == 5
+        for path, body in [("/rerank", {"query": long, "documents": ["b"]}), ("/score", {"text_1": "a", "text_2": long})]:
+            assert "limits.max_prompt_chars" in refusal(one, path, **body)[1]
+
+
+def test_a_text_that_is_truncated_may_be_longer_than_what_fits() -> None:
+    long = "To be or not to be. " * 200
+    for capacity, asked in [
+        (EMBEDDER, [("/v1/embeddings", {"input": long}), ("/pooling", {"input": [long], "task": "token_embed"})]),
+        (CLASSIFIER, [("/classify", {"input": long})]),
+        (SCORER, [("/rerank", {"query": long, "documents": ["b"]}), ("/score", {"text_1": "a", "text_2": long})]),
+    ]:
+        with client(capacity) as one:
+            for path, body in asked:
+                assert "limits.max_prompt_chars" in refusal(one, path, **body)[1]
+                assert answer(one, path, **body, truncate_prompt_tokens=20)["usage"]["total_tokens"] == 20
+
+
 def test_documents_are_ranked_in_the_forms_of_jina_and_cohere() -> None:
     documents = [*TEXTS, {"text": "a rose"}]
     texts = [*TEXTS, "a rose"]

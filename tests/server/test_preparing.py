@@ -82,6 +82,38 @@ def test_a_prompt_too_long_for_any_endpoint_is_refused_by_the_limit_of_texts(ser
     assert "limits.max_prompt_chars" in refused.text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["To be.", LONG], "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+    ],
+)
+def test_a_text_that_is_truncated_may_be_longer_than_what_fits(server_url: str, path: str, body: dict[str, Any]) -> None:
+    asked = {"model": "demo", "truncate_prompt_tokens": 10, **body}
+    answer = httpx.post(f"{server_url}{path}", json=asked, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    short = len(demo_tokenizer().encode("To be.")) if "prompt" in body else 0
+    assert usage.get("prompt_tokens", usage.get("input_tokens")) == 10 + short
+
+
+async def test_prompts_of_one_request_leave_threads_to_others_and_are_dropped_with_their_client(held: HeldEngine) -> None:
+    app, gone = create_app(held), asyncio.Event()
+    many = asyncio.create_task(ask_until(gone, app, orjson.dumps(text(prompt=[FITS] * 50, client="first"))))
+    await held.until_begun(1)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        other = asyncio.create_task(http.post("/v1/completions", json=text(client="second")))
+        await held.until_begun(2)
+        gone.set()
+        await many
+        held.may_go_on.set()
+        assert (await other).status_code == 200
+        assert (await http.post("/v1/completions", json=text(client="third"))).status_code == 200
+    assert held.begun == 3
+
+
 async def test_no_more_tokens_are_made_text_than_a_model_has_room_for(fake: Callable[..., FakeEngine]) -> None:
     engine = fake()
     async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:

@@ -209,12 +209,12 @@ def test_a_text_that_was_tokenized_before_is_answered_as_one_that_was_not(tmp_pa
     async def main() -> None:
         async with served("thread", tmp_path) as at:
             text, params = "To be. " * 20, SamplingParams(max_tokens=5, seed=1)
-            before = await asyncio.to_thread(at.engine.tokenized, text)
+            [before] = await asyncio.to_thread(at.engine.source([text]).all)
             first, second = await ask(at.engine, "before", before, params), await ask(at.engine, "not before", text, params)
             assert essence(first.samples()) == essence(second.samples())
             assert first.outputs[0].prompt == text
             with pytest.raises(RequestError, match=r"limits.max_prompt_chars"):
-                at.engine.tokenized("To be. " * 10_000)
+                at.engine.source(["To be. " * 10_000])
 
     run(main())
 

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.front.request_checks import cuts
 from dovetail.sampling_params import SamplingParams
 from dovetail_batch.answers import Answer, answer_of, failure_of
 from dovetail_batch.rows import JobRow
@@ -143,7 +144,8 @@ class EngineWorker:
 
     def _prepare(self, rows: Sequence[JobRow]) -> list[_Prepared]:
         try:
-            texts = iter(self._engine.all_tokenized([self._text(row) for row in rows if row.form == "prompt"]))
+            cut = any(cuts(row.params) for row in rows)
+            texts = iter(self._engine.all_tokenized([self._text(row) for row in rows if row.form == "prompt"], cut=cut))
             return [(row, next(texts) if row.form == "prompt" else self._prompt(row)) for row in rows]
         except DovetailError:  # one by one, to find the invalid ones
             return [(row, self._prompt(row)) for row in rows]
@@ -156,9 +158,9 @@ class EngineWorker:
     def _prompt(self, row: JobRow) -> Prompt | RequestError:
         try:
             if row.form == "messages":
-                return self._chat.prompt(row.content)
+                return self._chat.prompt(row.content, cut=cuts(row.params))
             if row.form == "prompt":
-                return self._engine.tokenized(self._text(row))
+                return self._engine.tokenized(self._text(row), cut=cuts(row.params))
             if row.prompt_name is not None:
                 raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
             return {"prompt_token_ids": row.content}

@@ -5,7 +5,7 @@ Everything here is called by the event loop's thread. Routes don't know whether 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from dovetail.errors import DovetailError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.intake import IntakeFacts
 from dovetail.front.pooling import PoolingIntake
+from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.pooling import PoolingParams
@@ -111,8 +112,9 @@ class ServedEngine(Protocol):
     def adapters(self) -> Mapping[str, str]:
         """The adapters that requests may name as their model: name -> path."""
 
-    def tokenized(self, prompt: Prompt) -> Prompt:
-        """Tokenize a text prompt; return others unchanged. Thread-safe. Raises `RequestError`."""
+    def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
+        """Return the source of the same prompts, tokenized. `cut`: their parameters truncate them. Thread-safe. Raises
+        `RequestError`."""
 
     @property
     def pooling(self) -> PoolingIntake:
@@ -120,7 +122,7 @@ class ServedEngine(Protocol):
 
     async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: Listener, **fields: Any) -> None:
         """Submit a request. Outputs are deltas, whatever `params.output_kind`. `fields`: those of `RequestFields`, and `extra`. Text is tokenized in
-        the calling thread: pass long texts through `tokenized` first.
+        the calling thread: make long texts by `source` first.
 
         Raises `RequestError` for an invalid request, `EngineDeadError` if the engine is dead. Cancellation aborts the request.
         """

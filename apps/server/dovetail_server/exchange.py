@@ -22,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.bounded_json import JsonBounds
 from dovetail.errors import DovetailError, RequestError
-from dovetail.front.request_checks import Prompt, check_counts, check_params, content_of, is_text
+from dovetail.front.prompt_source import PROMPT_COST, PromptSource
+from dovetail.front.request_checks import Prompt, at_most, check_counts, check_params, content_of
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.pooling import PoolingParams, PoolingRequestOutput
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
@@ -49,6 +50,8 @@ G = TypeVar("G", bound=GenerationFields)
 _FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # estimate for text that isn't tokenized yet
 _SHORT = 2000  # characters that are tokenized in the event loop, where it is faster than in a thread
+_TOKENS_A_TURN = 2**12  # of prompts that are submitted before the event loop serves others
+SLICE = SIZES[0]  # characters that are tokenized at a time
 
 
 @dataclass(frozen=True)
@@ -271,29 +274,30 @@ class Exchange:
     async def prepared(self, work: Callable[[], T], *, given_template: bool = False) -> T:
         """Admit the request, and return the result of `work`, run in a thread in its client's turn. `given_template`: it renders a chat template
         from the request. Raises `HttpError` 429, and 503 while draining, what `attended` raises, and what `work` raises."""
-        async with self._admitted():
+        async with self._admitted(self._body_bytes):
             return await self.server.preparing.run(self.client, self._body_bytes, work, given_template=given_template)
 
-    async def tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Tokenize texts one by one, unless they are short enough for `ServedEngine.submit` to do it. Raises what `prepared` raises."""
-        lengths = [len(content_of(prompt)) if is_text(prompt) else 0 for prompt in prompts]
-        if sum(lengths) <= _SHORT:
-            return list(prompts)
-        async with self._admitted():
-            preparing, engine = self.server.preparing, self.engine
-            return [
-                await preparing.run(self.client, length, partial(engine.tokenized, prompt)) if length else prompt
-                for prompt, length in zip(prompts, lengths, strict=True)
-            ]
+    async def made(self, source: PromptSource) -> list[Prompt]:
+        """Make prompts in slices, each in a thread in its client's turn; short ones are made here. The request is charged by the characters that
+        are tokenized, however few its body has. Raises `RequestError` for more than one request may have, and what `prepared` raises."""
+        limits = self.engine.info.intake.limits
+        at_most("the prompts: the characters of all together", source.total_chars, limits, "max_request_chars")
+        if source.cost <= _SHORT:
+            return source.all()
+        prompts: list[Prompt] = []
+        async with self._admitted(source.cost):
+            for part, cost in source.slices(SLICE):
+                prompts += await self.server.preparing.run(self.client, cost, partial(source.make, part))
+        return prompts
 
     @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
-        """Admit the request while its prompt is prepared, which takes time and memory, too."""
+    async def _admitted(self, size: int) -> AsyncIterator[None]:
+        """Admit the request while its prompt is prepared, which takes time and memory, too. `size`: in bytes or characters."""
         self.check_open()
-        tokens = self._body_bytes // _CHARS_A_TOKEN
+        tokens = size // _CHARS_A_TOKEN
         self.server.admission.check(1, tokens)
         self._ticket = self.server.admission.enter(tokens)
-        with self.server.preparing.admitted(self.client, self._body_bytes):
+        with self.server.preparing.admitted(self.client, size):
             async with self.attended():
                 yield
 
@@ -312,6 +316,10 @@ class Exchange:
         """Validate parameters against the engine's limits before anything is allocated for each of `n` samples. Raises `RequestError`."""
         check_params(params, self.engine.info.intake.limits)
         return params
+
+    def check_samples(self, prompts: int, n: int) -> None:
+        """Validate the number of samples before anything is allocated for each. Raises `RequestError`."""
+        at_most("n: the samples of all prompts together", prompts * n, self.engine.info.intake.limits, "max_samples")
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
@@ -358,18 +366,30 @@ class Exchange:
                     fields.get("client"), getattr(params, "n", 1), self.record.began, fields.get("lora_request")
                 )
                 self._listeners[answer_id if len(requests) == 1 else f"{answer_id}-{index}"] = listener
-            tasks = [
-                asyncio.create_task(self._submit(request_id, prompt, params, listener, fields))
-                for request_id, (prompt, listener) in zip(self._listeners, requests, strict=True)
-            ]
+            submitting = asyncio.create_task(self._submit_all(requests, params, fields))
             try:
                 if self.stream is not None:
                     await self.stream.serve()
                 else:
                     await self._done
             finally:
-                for task in tasks:
-                    task.cancel()
+                submitting.cancel()
+
+    async def _submit_all(
+        self,
+        requests: Sequence[tuple[Prompt, OutputListener]],
+        params: SamplingParams | PoolingParams,
+        fields: Mapping[str, Any],
+    ) -> None:
+        """Submit requests, a few in each turn of the event loop, which also serves others."""
+        async with asyncio.TaskGroup() as group:
+            cost = 0
+            for request_id, (prompt, listener) in zip(list(self._listeners), requests, strict=True):
+                group.create_task(self._submit(request_id, prompt, params, listener, fields))
+                cost += _tokens_of(prompt) + PROMPT_COST
+                if cost > _TOKENS_A_TURN:
+                    cost = 0
+                    await asyncio.sleep(0)
 
     async def _submit(
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, listener: OutputListener, fields: Mapping[str, Any]

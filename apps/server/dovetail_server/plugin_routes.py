@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dovetail.errors import ConfigError, DovetailError, PluginError, describe
 from dovetail.front.chat import ChatOptions
 from dovetail.front.engine_thread import Unread
-from dovetail.front.request_checks import Prompt, content_of
+from dovetail.front.request_checks import Prompt, content_of, cuts
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.registry.registry import Registry
 from dovetail.request import RequestOutput
@@ -56,7 +56,7 @@ class Context:
 
     async def generate(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
         server, listener = self._served, _Reader()
-        prompt = await run_in_threadpool(server.engine.tokenized, prompt)
+        [prompt] = await run_in_threadpool(server.engine.source([prompt], cut=cuts(params)).all)
         tokens = len(prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt))
         server.admission.check(1, tokens)
         request_id, done = f"routes-{uuid.uuid4().hex}", False

@@ -29,6 +29,7 @@ from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake
 from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
 from dovetail.front.pooling import PoolingIntake
+from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.pooling import PoolingParams
@@ -237,8 +238,8 @@ class RemoteEngine:
         self._line.close()
         self.chat.close()
 
-    def tokenized(self, prompt: Prompt) -> Prompt:
-        return self._intake.tokenized(prompt)
+    def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
+        return self._intake.source(prompts, cut=cut)
 
     @property
     def pooling(self) -> PoolingIntake:
@@ -278,8 +279,10 @@ class RemoteEngine:
     # On its way in
 
     def _warm_up(self) -> None:
-        """Do slow first-time work: tokenize a text, start a rendering process, and probe the chat template."""
+        """Do slow first-time work: tokenize a text, search the vocabulary for its longest token, start a rendering process, and probe the chat
+        template."""
         self.tokenizer.encode("Hello")
+        _ = self.tokenizer.longest_token
         with suppress(DovetailError):  # no template, or it rejects this conversation
             self.chat.prompt([{"role": "user", "content": "Hello"}])
 

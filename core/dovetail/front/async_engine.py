@@ -16,7 +16,7 @@ from dovetail.errors import ConfigError, EngineDeadError, RequestError
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.outputs import EngineOutput
-from dovetail.front.request_checks import Prompt, is_text
+from dovetail.front.request_checks import Prompt, cuts, is_text
 from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.lora import LoRARequest
 from dovetail.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
@@ -146,7 +146,8 @@ class AsyncLLMEngine(SaysWhatIsMissing):
                 self._thread.check()
                 if fields.get("arrival_time") is None:
                     fields["arrival_time"] = self.engine.now()
-                prompt = await reader.loop.run_in_executor(self._tokenizer, self.engine.tokenized, prompt)
+                tokenized = partial(self.engine.tokenized, cut=cuts(params))
+                prompt = await reader.loop.run_in_executor(self._tokenizer, tokenized, prompt)
             self._thread.submit(partial(self._add, reader, request_id, prompt, params, fields))
             while not done:
                 output, end = await reader.next()

@@ -104,13 +104,15 @@ class ChatFrontEnd:
         self._reads = lru_cache(maxsize=64)(self._find_reads)
         self._call_form = lru_cache(maxsize=16)(self._find_call_form)
 
-    def render(self, messages: Sequence[Message], options: ChatOptions | None = None) -> str:
-        """The text of a prompt. Raises `RequestError` if the model has no chat template, something is wrong with the messages or the options, the
+    def render(self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False) -> str:
+        """The text of a prompt. `cut`: the request's parameters truncate it, so it may be longer.
+
+        Raises `RequestError` if the model has no chat template, something is wrong with the messages or the options, the
         template refuses them, or a limit is passed."""
         options = options or ChatOptions()
         if self._tokenizer.encodes_chats:
-            return self._encoded(messages, options).text
-        self._check_chars(messages, options)
+            return self._encoded(messages, options, cut=cut).text
+        self._check_chars(messages, options, cut=cut)
         length = self._max_model_len
         template = self._template(options)
         conversation = read_conversation(messages, template.text)
@@ -128,30 +130,33 @@ class ChatFrontEnd:
         }
         text = self._renderer.render(template, variables, must_read)
         if length is not None:
-            request_checks.check_prompt_chars(text, self._limits, length, self._tokenizer)
+            request_checks.check_prompt_chars(len(text), self._limits, length, self._tokenizer, cut=cut)
         _check_calls(conversation, text)
         return _until(text, mark) if options.continue_final_message else text
 
-    def prompt(self, messages: Sequence[Message], options: ChatOptions | None = None) -> TokenizedText:
+    def prompt(self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False) -> TokenizedText:
         """Render one conversation as `render` does, and return its text with the token ids."""
-        return self.prompts([messages], options)[0]
+        return self.prompts([messages], options, cut=cut)[0]
 
-    def prompts(self, conversations: Sequence[Sequence[Message]], options: ChatOptions | None = None) -> list[TokenizedText]:
+    def prompts(self, conversations: Sequence[Sequence[Message]], options: ChatOptions | None = None, *, cut: bool = False) -> list[TokenizedText]:
         """Do the same as `prompt` for each conversation. Errors say which of several is wrong."""
         made: list[str | TokenizedText] = []
         for index, messages in enumerate(conversations):
             try:
-                made.append(self._encoded(messages, options or ChatOptions()) if self._tokenizer.encodes_chats else self.render(messages, options))
+                if self._tokenizer.encodes_chats:
+                    made.append(self._encoded(messages, options or ChatOptions(), cut=cut))
+                else:
+                    made.append(self.render(messages, options, cut=cut))
             except RequestError as error:
                 raise RequestError(f"conversation {index}: {error}" if len(conversations) > 1 else str(error)) from None
         ids = iter(self._tokenizer.encode_all([one for one in made if isinstance(one, str)], special_tokens=False))  # the template writes those
         return [TokenizedText(one, next(ids)) if isinstance(one, str) else one for one in made]
 
-    def _encoded(self, messages: Sequence[Message], options: ChatOptions) -> TokenizedText:
+    def _encoded(self, messages: Sequence[Message], options: ChatOptions, *, cut: bool) -> TokenizedText:
         """Return a prompt that the tokenizer makes, without a template."""
         if options.chat_template is not None:
             raise RequestError(f"chat_template: {self._tokenizer.no_template}")
-        self._check_chars(messages, options)
+        self._check_chars(messages, options, cut=cut)
         conversation = [without_other_names(message) for message in read_conversation(messages, "")]
         tools = read_tools(options.tools) if options.tools else []
         variables = options.chat_template_kwargs or {}
@@ -163,10 +168,10 @@ class ChatFrontEnd:
         _check_calls(conversation, text)
         return TokenizedText(text, ids)
 
-    def _check_chars(self, messages: Sequence[Message], options: ChatOptions) -> None:
+    def _check_chars(self, messages: Sequence[Message], options: ChatOptions, *, cut: bool) -> None:
         if self._max_model_len is not None:
             source = [messages, options.tools, options.chat_template_kwargs]
-            request_checks.check_conversation_chars(source, self._limits, self._max_model_len, self._tokenizer)
+            request_checks.check_conversation_chars(source, self._limits, self._max_model_len, self._tokenizer, cut=cut)
 
     def close(self) -> None:
         """End the processes that render; another conversation starts new ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class ComponentTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         return len(self._vocabulary)
 
-    @property
+    @cached_property
     def longest_token(self) -> int:
         return max(map(len, self._vocabulary))
 

@@ -27,6 +27,7 @@ from dovetail.front import request_checks
 from dovetail.front.detokenizer import IncrementalText, StopStrings
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.pooling import PoolingFacts, PoolingIntake
+from dovetail.front.prompt_source import PromptSource
 from dovetail.front.request_checks import Prompt, as_ids, as_sequence, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
@@ -130,7 +131,7 @@ class Intake:
         """The part for requests that pool. Raises `RequestError` if the engine can't."""
         if self.facts.pooling is None:
             raise RequestError(f"executor {self.facts.executor} can't pool: it generates only; embeddings and scores need `local` or `tensor`")
-        return PoolingIntake(self.facts.pooling, self.all_tokenized, self._tokenizer)
+        return PoolingIntake(self.facts.pooling, self._encoded, self._tokenizer, self._check_chars)
 
     def check(
         self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams, fields: RequestFields, extra: Mapping[str, Any] | None
@@ -152,7 +153,7 @@ class Intake:
         in_use(params)
         if (can := self.facts.pooling) is not None and not can.capacity.generates:
             raise RequestError(f"this model can't generate: {can.calls}")
-        text, given = self._read_prompt(prompt)
+        text, given = self._read_prompt(prompt, params)
         room = self.facts.max_model_len - 1
         if params.truncate_prompt_tokens is not None:
             given = given[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
@@ -198,15 +199,27 @@ class Intake:
         stops = StopStrings(params.stop) if params.stop else None
         return [IncrementalText(self._tokenizer(), params, prompt_token_ids, stops) for _ in range(params.n)]
 
-    def tokenized(self, prompt: Prompt) -> Prompt:
-        """Return a prompt of text with its token ids, any other as it is. Raises `RequestError` for what can't be a prompt."""
-        return self.all_tokenized([prompt])[0] if is_text(prompt) else prompt
+    def tokenized(self, prompt: Prompt, *, cut: bool = False) -> Prompt:
+        """Return a prompt of text with its token ids, any other as it is. `cut`: its parameters truncate it. Raises `RequestError` for what can't
+        be a prompt."""
+        return self.source([prompt], cut=cut).all()[0] if is_text(prompt) else prompt
 
-    def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Do as `tokenized` with each; batching takes a fraction of the time."""
+    def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
+        """Return the source of the same prompts, tokenized; batching takes a fraction of the time. `cut`: their parameters
+        truncate them. Raises `RequestError` for what can't be a prompt, and for a text that is too long."""
+        contents = [content_of(prompt) for prompt in prompts]
+        chars = [len(content) if isinstance(content, str) else 0 for content in contents]
+        for one in chars:
+            self._check_chars(one, cut)
+        return PromptSource(chars, lambda part: self._encoded(prompts[part]))
+
+    def _check_chars(self, chars: int, cut: bool) -> None:
+        facts = self.facts
+        if chars:  # otherwise no tokenizer is needed
+            request_checks.check_prompt_chars(chars, facts.limits, facts.max_model_len, self._tokenizer(), cut=cut)
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
-        for text in texts.values():
-            request_checks.check_prompt_chars(text, self.facts.limits, self.facts.max_model_len, self._tokenizer())
         encoded = self._tokenizer().encode_all(list(texts.values())) if texts else []
         self._warn_of_second_bos(encoded)
         ids = iter(encoded)
@@ -225,7 +238,7 @@ class Intake:
     def _checked_pooling(self, request_id: str, prompt: Prompt, params: PoolingParams, fields: RequestFields) -> CheckedRequest:
         can = self.pooling.facts
         pooling = can.row_pooling(params)
-        text, given = self._read_prompt(prompt)
+        text, given = self._read_prompt(prompt, params)
         given = self.pooling.cut(given, params)
         if len(given) > can.max_tokens:
             cut = "" if params.truncate_prompt_tokens else "; truncate_prompt_tokens=-1 cuts it"
@@ -236,9 +249,9 @@ class Intake:
         core = can.core_params(pooling)
         return CheckedRequest(request_id, text, token_ids, prompt_array, core, 1, fields, pooling, can.capacity.indivisible)
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[Any]]:
+    def _read_prompt(self, prompt: Prompt, params: SamplingParams | PoolingParams) -> tuple[str | None, Sequence[Any]]:
         """Return the prompt's text, if it is one, and its tokens, which may be anything if it is none."""
-        prompt = self.tokenized(prompt)
+        prompt = self.tokenized(prompt, cut=request_checks.cuts(params))
         if isinstance(prompt, TokenizedText):
             return prompt.text, prompt.token_ids
         return None, as_sequence(content_of(prompt))

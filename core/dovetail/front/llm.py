@@ -26,7 +26,7 @@ from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.pooling import ScorePlan, paired
-from dovetail.front.request_checks import Prompt
+from dovetail.front.request_checks import Prompt, cuts
 from dovetail.front.vllm_args import translated
 from dovetail.front.vllm_calls import check_call
 from dovetail.front.vllm_methods import SaysWhatIsMissing
@@ -101,7 +101,8 @@ class LLM(SaysWhatIsMissing):
             priority=priority,
         )
         with _no_collection() as begun:
-            return self._collected(self.engine.all_tokenized(prompts), params, fields, begun, use_tqdm)
+            tokenized = self.engine.all_tokenized(prompts, cut=any(map(cuts, params)))
+            return self._collected(tokenized, params, fields, begun, use_tqdm)
 
     def stream(
         self,
@@ -119,7 +120,8 @@ class LLM(SaysWhatIsMissing):
         prompts = _as_list(prompts)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.DELTA)
         fields = _fields_of_each(len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
-        return OutputStream(self.engine, self.engine.all_tokenized(prompts), params, fields)
+        tokenized = self.engine.all_tokenized(prompts, cut=any(map(cuts, params)))
+        return OutputStream(self.engine, tokenized, params, fields)
 
     def chat(
         self,
@@ -149,7 +151,9 @@ class LLM(SaysWhatIsMissing):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        prompts: list[Prompt] = [*self._chat.prompts(_conversations(messages), options)]
+        conversations = _conversations(messages)
+        params = _sampling_of_each(sampling_params, len(conversations), OutputKind.FINAL)
+        prompts: list[Prompt] = [*self._chat.prompts(conversations, options, cut=any(map(cuts, params)))]
         return self.generate(prompts, sampling_params, use_tqdm, extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
 
     def beam_search(
@@ -201,7 +205,7 @@ class LLM(SaysWhatIsMissing):
         prompts = _as_list(prompts)
         changes = {"truncate_prompt_tokens": truncate_prompt_tokens, "task": pooling_task}
         params = [_with(one, changes) for one in _one_each(pooling_params, len(prompts), PoolingParams, "pooling_params")]
-        prompts = self.engine.pooling.prepared(prompts, params, prompt_name)
+        prompts = self.engine.pooling.source(prompts, params, prompt_name).all()
         with _no_collection() as begun:
             fields = _fields_of_each(len(prompts), lora_request=lora_request)
             return self._collected(prompts, params, fields, begun, use_tqdm)
@@ -282,10 +286,12 @@ class LLM(SaysWhatIsMissing):
         pairs = paired(data_1, data_2)
         params = _with(pooling_params or PoolingParams(), {"truncate_prompt_tokens": truncate_prompt_tokens})
         plan = self.engine.pooling.plan_scores(pairs, params, template)
-        fields = _fields_of_each(len(plan.prompts), lora_request=lora_request)
+        prompts = plan.prompts.all()
+        count = len(prompts)
+        fields = _fields_of_each(count, lora_request=lora_request)
         with _no_collection() as begun:
-            each = [plan.params] * len(plan.prompts)
-            outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected(plan.prompts, each, fields, begun, use_tqdm)
+            each = [plan.params] * count
+            outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected(prompts, each, fields, begun, use_tqdm)
         return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
 
     @cached_property

@@ -271,14 +271,14 @@ class LLMEngine(SaysWhatIsMissing):
             self.abort_request(request_id)
             raise
 
-    def tokenized(self, prompt: Prompt) -> Prompt:
-        """Tokenize a text prompt, so that `add_request` needn't, which takes milliseconds for a long one; return any other prompt unchanged. Thread
-        safe. Raises as `add_request` does."""
-        return self._intake.tokenized(prompt)
+    def tokenized(self, prompt: Prompt, *, cut: bool = False) -> Prompt:
+        """Tokenize a text prompt, so that `add_request` needn't, which takes milliseconds for a long one; return any other prompt unchanged. `cut`:
+        the request's parameters truncate it, so it may be longer. Thread safe. Raises as `add_request` does."""
+        return self._intake.tokenized(prompt, cut=cut)
 
-    def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+    def all_tokenized(self, prompts: Sequence[Prompt], *, cut: bool = False) -> list[Prompt]:
         """Do as `tokenized` with each; batching takes a fraction of the time."""
-        return self._intake.all_tokenized(prompts)
+        return self._intake.source(prompts, cut=cut).all()
 
     @property
     def pooling(self) -> PoolingIntake:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from dovetail.api.executor import PoolingCapacity, PoolingTask, RowPooling
 from dovetail.checks import shown
 from dovetail.errors import ModelLoadError, RequestError
-from dovetail.front.request_checks import Prompt, content_of
+from dovetail.front.prompt_source import PromptSource
+from dovetail.front.request_checks import Prompt, content_of, cuts
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.json_files import read_json_object
 from dovetail.pooling import PoolingParams
@@ -119,7 +120,7 @@ class PoolingFacts:
 class ScorePlan:
     """The prompts whose results give the scores of pairs of texts."""
 
-    prompts: list[TokenizedText]
+    prompts: PromptSource
     params: PoolingParams
     places: list[tuple[int, int]] | None  # of each pair's two prompts, whose cosine is the score; None: each prompt is a pair
 
@@ -139,21 +140,45 @@ class ScorePlan:
 class PoolingIntake:
     """Makes prompts for requests that pool. Thread safe."""
 
-    def __init__(self, facts: PoolingFacts, tokenized: Callable[[Sequence[Prompt]], list[Prompt]], tokenizer: Callable[[], Tokenizer]) -> None:
-        """`tokenized` checks and tokenizes prompts that are texts."""
+    def __init__(
+        self,
+        facts: PoolingFacts,
+        encoded: Callable[[Sequence[Prompt]], list[Prompt]],
+        tokenizer: Callable[[], Tokenizer],
+        check_chars: Callable[[int, bool], None],
+    ) -> None:
+        """`encoded` tokenizes prompts that are texts. `check_chars` raises `RequestError` for a text of too many
+        characters; it is told whether the text is truncated."""
         self.facts = facts
-        self._tokenized, self._tokenizer = tokenized, tokenizer
+        self._encoded = encoded
+        self._tokenizer = tokenizer
+        self._check_chars = check_chars
 
-    def prepared(self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None = None) -> list[Prompt]:
-        """Put stored prompts before texts that are to be embedded, or that name one, and tokenize all texts. Raises `RequestError`."""
-        made = list(prompts)
-        for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            if isinstance(text := content_of(prompt), str):
-                if name is not None or self.facts.row_pooling(one).task.endswith("embed"):
-                    made[place] = self.prompted(text, name)
-            elif name is not None:
+    def source(self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None = None) -> PromptSource:
+        """Return the source of the same prompts, tokenized, with stored prompts before texts that are to be embedded, or
+        that name one. Raises `RequestError`."""
+        heads = [self._head(content_of(prompt), one, name) for prompt, one in zip(prompts, params, strict=True)]
+        chars = []
+        for prompt, one, head in zip(prompts, params, heads, strict=True):
+            text = content_of(prompt)
+            chars.append(len(head) + len(text) if isinstance(text, str) else 0)
+            self._check_chars(chars[-1], cuts(one))
+
+        def make(part: slice) -> list[Prompt]:
+            pairs = zip(heads[part], prompts[part], strict=True)
+            return self._encoded([head + content_of(prompt) if head else prompt for head, prompt in pairs])
+
+        return PromptSource(chars, make)
+
+    def _head(self, content: Any, params: PoolingParams, name: str | None) -> str:
+        """Return what is put before a prompt."""
+        if not isinstance(content, str):
+            if name is not None:
                 raise RequestError("prompt_name: a stored prompt is put before texts; these are token ids")
-        return self._tokenized(made)
+            return ""
+        if name is not None or self.facts.row_pooling(params).task.endswith("embed"):
+            return self._stored(name)
+        return ""
 
     def cut(self, token_ids: Sequence[Any], params: PoolingParams) -> Sequence[Any]:
         """Truncate a prompt as its parameters say, at the side that the tokenizer names, but keep the special tokens around it. Raises
@@ -171,15 +196,18 @@ class PoolingIntake:
 
     def prompted(self, text: str, name: str | None) -> str:
         """Put the stored prompt of this name before a text; None: the default one, if there is one. Raises `RequestError`."""
+        return self._stored(name) + text
+
+    def _stored(self, name: str | None) -> str:
         stored = self.facts.prompts
         if name is not None and name not in stored:
             raise RequestError(f"prompt_name: the model stores no prompt named {shown(name)}; it has {', '.join(map(repr, stored)) or 'none'}")
         chosen = self.facts.default_prompt if name is None else name
-        return text if chosen is None else stored[chosen] + text
+        return "" if chosen is None else stored[chosen]
 
     def plan_scores(self, pairs: Sequence[tuple[str, str]], params: PoolingParams, template: str | None = None) -> ScorePlan:
-        """Plan the scores of queries and documents. A bi-encoder embeds each different text once, with its stored prompts for queries and documents.
-        Raises `RequestError`."""
+        """Plan the scores of queries and documents, whose texts aren't joined yet. A bi-encoder embeds each different text once, with its stored
+        prompts for queries and documents. Raises `RequestError`."""
         if not self.facts.scores_pairs:
             if template is not None:
                 raise RequestError("template: this model compares embeddings of the two texts, and has no prompt of both")
@@ -191,12 +219,21 @@ class PoolingIntake:
                 "template: this generator scores a prompt with both texts, and only that of Qwen3-Reranker is known: give one with {query} and, "
                 "after it, {document}, here or as pooling.template in the config"
             )
-        if template is None:
-            return ScorePlan(self._tokenizer().encode_pairs(pairs, self._most(params)), params, None)
-        return ScorePlan(self._filled(template, pairs, self._most(params)), params, None)
+        most = self._most(params)
+        around = 0 if template is None else len(template) - len("{query}{document}")
+        chars = [around + len(query) + len(document) for query, document in pairs]
+        for one in chars:
+            self._check_chars(one, cuts(params))
+
+        def make(part: slice) -> list[Prompt]:
+            if template is None:
+                return [*self._tokenizer().encode_pairs(pairs[part], most)]
+            return [*self._filled(template, pairs[part], most)]
+
+        return ScorePlan(PromptSource(chars, make), params, None)
 
     def _texts(self, texts: Sequence[str]) -> list[TokenizedText]:
-        return [prompt for prompt in self._tokenized(texts) if isinstance(prompt, TokenizedText)]  # as all of them are
+        return [prompt for prompt in self._encoded(texts) if isinstance(prompt, TokenizedText)]  # as all of them are
 
     def _most(self, params: PoolingParams) -> int | None:
         """Return the number of tokens to which a prompt is cut; None: it isn't."""
@@ -208,8 +245,17 @@ class PoolingIntake:
         places: dict[tuple[int, str], int] = {}
         found = [tuple(places.setdefault((side, text), len(places)) for side, text in enumerate(pair)) for pair in pairs]
         names = [next((name for name in names if name in self.facts.prompts), None) for names in (QUERY, DOCUMENT)]
-        texts = [text if (name := names[side]) is None else self.prompted(text, name) for side, text in places]
-        return ScorePlan(self._texts(texts), replace(params, task="embed"), [(first, second) for first, second in found])
+        heads = ["" if name is None else self._stored(name) for name in names]
+        texts = list(places)
+        chars = [len(heads[side]) + len(text) for side, text in texts]
+        for one in chars:
+            self._check_chars(one, cuts(params))
+
+        def make(part: slice) -> list[Prompt]:
+            return self._encoded([heads[side] + text for side, text in texts[part]])
+
+        of_pairs = [(first, second) for first, second in found]
+        return ScorePlan(PromptSource(chars, make), replace(params, task="embed"), of_pairs)
 
     def _filled(self, template: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[TokenizedText]:
         """Return the prompts of a template; documents are cut to make them fit."""
@@ -220,10 +266,13 @@ class PoolingIntake:
         if most is None or all(len(prompt.token_ids) <= most for prompt in prompts):
             return prompts
         tail = self._tokenizer().encode(after, special_tokens=False) + self._tokenizer().around[1]
+        heads: dict[str, int] = {}  # tokens before the document, by query
         for place, prompt in enumerate(prompts):
             if len(prompt.token_ids) > most:
-                head = self._tokenizer().encode(f"{before}{pairs[place][0]}{between}")
-                if len(head) + len(tail) >= most:
+                query = pairs[place][0]
+                if query not in heads:
+                    heads[query] = len(self._tokenizer().encode(f"{before}{query}{between}"))
+                if heads[query] + len(tail) >= most:
                     raise RequestError(f"truncate_prompt_tokens: {most} tokens leave no room for the document, as the rest of the prompt takes them")
                 prompts[place] = TokenizedText(prompt.text, [*prompt.token_ids[: most - len(tail)], *tail])
         return prompts

@@ -10,7 +10,8 @@ from dovetail.checks import BINARY, is_integer, is_larger, shown
 from dovetail.errors import RequestError
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.json_files import MAX_DEPTH, is_deep
-from dovetail.limits import Limits
+from dovetail.limits import MAX_CUT_CHARS, Limits
+from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
 
@@ -24,6 +25,11 @@ _COUNTS = {  # of lists and mappings: what an error calls their length, and its 
     "logit_bias": ("the number of tokens", "max_logit_bias"),
     "allowed_token_ids": ("their number", "max_allowed_token_ids"),
 }
+
+
+def cuts(params: SamplingParams | PoolingParams | None) -> bool:
+    """Tell whether a request truncates its prompt, whose text may then be longer than what fits."""
+    return getattr(params, "truncate_prompt_tokens", None) is not None  # other types are refused later
 
 
 def is_text(prompt: Any) -> bool:
@@ -101,21 +107,27 @@ def check_structured(structured: Structured, limits: Limits) -> None:
         at_most("structured.after: its characters", len(structured.after), limits, "max_stop_chars")
 
 
-def check_prompt_chars(text: str, limits: Limits, max_model_len: int, tokenizer: Tokenizer) -> None:
-    """Raise `RequestError` if a prompt's text is too long to be tokenized."""
+def check_prompt_chars(chars: int, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False) -> None:
+    """Raise `RequestError` if a prompt's text of `chars` characters is too long to be tokenized. `cut`:
+    `truncate_prompt_tokens` cuts it to what fits."""
     most = limits.max_prompt_chars
-    if most is None and len(text) > max_model_len:  # else the vocabulary needn't be looked through
-        most = max_model_len * tokenizer.longest_token
-    if most is not None and len(text) > most:
-        raise RequestError(f"the prompt has {len(text)} characters: at most {most} are tokenized (limits.max_prompt_chars)")
+    if most is None and chars > max_model_len:  # otherwise the vocabulary isn't searched
+        most = _most_chars(max_model_len, tokenizer, cut=cut)
+    if most is not None and chars > most:
+        raise RequestError(f"the prompt has {chars} characters: at most {most} are tokenized (limits.max_prompt_chars)")
 
 
-def check_conversation_chars(source: Any, limits: Limits, max_model_len: int, tokenizer: Tokenizer) -> None:
+def _most_chars(max_model_len: int, tokenizer: Tokenizer, *, cut: bool) -> int:
+    fits = max_model_len * tokenizer.longest_token
+    return max(fits, MAX_CUT_CHARS) if cut else fits
+
+
+def check_conversation_chars(source: Any, limits: Limits, max_model_len: int, tokenizer: Tokenizer, *, cut: bool = False) -> None:
     """Raise `RequestError` if a conversation is too long to be rendered. `source`: its messages, tools and variables. They may have twice the
-    characters of a prompt, since they hold roles, too, and text that the chat template leaves out."""
+    characters of a prompt, since they hold roles, too, and text that the chat template leaves out. `cut`: as in `check_prompt_chars`."""
     most = limits.max_prompt_chars
     if most is None and _has_more_chars(source, 2 * max_model_len):
-        most = max_model_len * tokenizer.longest_token
+        most = _most_chars(max_model_len, tokenizer, cut=cut)
     if most is not None and _has_more_chars(source, 2 * most):
         raise RequestError(
             f"the prompt's conversation has more than {2 * most} characters: of a prompt, at most {most} are tokenized (limits.max_prompt_chars)"

@@ -219,16 +219,25 @@ class TransformersTokenizer(Tokenizer):
         for pair in pairs:
             for text in pair:
                 check_unicode(text)
+        if not pairs:
+            return []  # transformers can't
         firsts, seconds = map(list, zip(*pairs, strict=True))
-        cut = {"truncation": "longest_first", "max_length": most} if most is not None else {}
+        # The tokenizers library keeps what it cuts off, and of a pair all combinations of it: it never cuts here.
+        own_cut = {"truncation": "longest_first", "max_length": most} if self.backend is None and most is not None else {}
         try:
-            encoded = self.own(firsts, seconds, return_token_type_ids=True, return_attention_mask=False, verbose=False, **cut)
-        except Exception as error:  # the tokenizers library raises whatever it likes
+            encoded = self.own(firsts, seconds, return_token_type_ids=True, return_attention_mask=False, verbose=False, **own_cut)
+        except Exception as error:  # a tokenizer in Python raises whatever it likes
             raise RequestError(f"truncate_prompt_tokens: a pair of texts can't be cut to {most} tokens: {error}") from None
-        return [
-            TokenizedText("\n".join(pair), ids, types.index(1) if 1 in types else None)
-            for pair, ids, types in zip(pairs, encoded["input_ids"], encoded["token_type_ids"], strict=True)
-        ]
+        made = []
+        for place, pair in enumerate(pairs):
+            ids: list[int] = encoded["input_ids"][place]
+            types: list[int] = encoded["token_type_ids"][place]
+            if most is not None and len(ids) > most:
+                kept = kept_of_pair(encoded.sequence_ids(place), most, left=self.truncates_left)
+                ids = [ids[index] for index in kept]
+                types = [types[index] for index in kept]
+            made.append(TokenizedText("\n".join(pair), ids, types.index(1) if 1 in types else None))
+        return made
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
@@ -268,6 +277,28 @@ class TransformersTokenizer(Tokenizer):
             "added_tokens_decoder": added,
             "chat_template": templates.get("default") if templates.keys() <= {"default"} else templates,
         }
+
+
+def kept_of_pair(sides: Sequence[int | None], most: int, *, left: bool) -> list[int]:
+    """Return the places of the tokens that remain of a pair of texts cut to `most` tokens: all special ones, and of the longer text as few as
+    needed. `sides`: 0 or 1 for a token of either text, None for a special one. `left`: texts lose their beginnings. Raises `RequestError`."""
+    first, second = ([place for place, side in enumerate(sides) if side == number] for number in (0, 1))
+    special = len(sides) - len(first) - len(second)
+    room = most - special
+    if room < 1:
+        raise RequestError(f"truncate_prompt_tokens must be more than {special}, the special tokens of a pair, got {most}")
+    if len(first) <= len(second):
+        of_first = min(len(first), room // 2)
+        of_second = room - of_first
+    else:
+        of_second = min(len(second), room // 2)
+        of_first = room - of_second
+    dropped = {*_dropped(first, of_first, left), *_dropped(second, of_second, left)}
+    return [place for place in range(len(sides)) if place not in dropped]
+
+
+def _dropped(places: Sequence[int], kept: int, left: bool) -> Sequence[int]:
+    return places[: len(places) - kept] if left else places[kept:]
 
 
 _SETTINGS = ("model_max_length", "add_bos_token", "add_eos_token", "add_prefix_space", "clean_up_tokenization_spaces", "legacy", "padding_side")

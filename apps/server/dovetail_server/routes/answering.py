@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from dovetail.front.chat import ChatOptions
+from dovetail.front.request_checks import cuts
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams, changed_unchecked
@@ -61,7 +62,7 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     messages, options, params, demand, asked = body.to_conversation()
     exchange.check(params)
     options = steered(exchange, options, asked)
-    prompt = await rendered(exchange, messages, options)
+    prompt = await rendered(exchange, messages, options, cut=cuts(params))
     limit = limited(exchange, body, asked, options, prompt)
     rule, single = (demand.rule, False) if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options)
     params, prompt = constrained_chat(exchange, params, demand.param if rule is not None else asked.field, rule, limit, options, prompt)
@@ -73,9 +74,11 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     return PreparedChat(exchange, body, model, prompt, params, parsers, single, only_calls)
 
 
-async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> TokenizedText:
-    """Admit a conversation, and return its prompt. Raises what `Exchange.prepared` does, and `RequestError`."""
-    return await exchange.prepared(partial(exchange.engine.chat.prompt, messages, options), given_template=options.chat_template is not None)
+async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, cut: bool = False) -> TokenizedText:
+    """Admit a conversation, and return its prompt. `cut`: the request's parameters truncate it. Raises what
+    `Exchange.prepared` does, and `RequestError`."""
+    render = partial(exchange.engine.chat.prompt, messages, options, cut=cut)
+    return await exchange.prepared(render, given_template=options.chat_template is not None)
 
 
 def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> ChatOptions:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from starlette.routing import Route
 
+from dovetail.front.request_checks import cuts
 from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.protocol.completions import CompletionRequest
@@ -24,7 +25,8 @@ async def completions(exchange: Exchange) -> None:
     params, prompts = exchange.check(body.params()), body.prompts()
     demand = read_demand(body, body.response_format)
     params = constrained(exchange, params, demand.param, demand.rule)
-    prompts = await exchange.tokenized(prompts)
+    exchange.check_samples(len(prompts), params.n)
+    prompts = await exchange.made(exchange.engine.source(prompts, cut=cuts(params)))
     name = new_id("cmpl")
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
     stream = ChunkStream(exchange, body, head) if body.stream else None

@@ -88,7 +88,7 @@ async def _pool(exchange: Exchange, body: ClassifyRequest, params: PoolingParams
     """Pool each prompt of a body, and return the listeners, which have the results."""
     made = exchange.engine.pooling
     prompts = body.prompts(exchange.engine.info.intake.limits)
-    prompts = await exchange.prepared(partial(made.prepared, prompts, [params] * len(prompts), prompt_name))
+    prompts = await exchange.made(made.source(prompts, [params] * len(prompts), prompt_name))
     listeners = [PooledListener(exchange) for _ in prompts]
     await exchange.run(new_id(name), params, body.engine_fields(exchange.engine), list(zip(prompts, listeners, strict=True)))
     return listeners
@@ -98,9 +98,10 @@ async def _scores(
     exchange: Exchange, body: PoolingFields, pairs: Sequence[tuple[str, str]], template: str | None, name: str
 ) -> tuple[list[float], list[PooledListener]]:
     """Score pairs of texts; return the scores, and the listeners of what was computed for them."""
-    plan = await exchange.prepared(partial(exchange.engine.pooling.plan_scores, pairs, body.params(), template))
-    listeners = [PooledListener(exchange) for _ in plan.prompts]
-    await exchange.run(new_id(name), plan.params, body.engine_fields(exchange.engine), list(zip(plan.prompts, listeners, strict=True)))
+    plan = exchange.engine.pooling.plan_scores(pairs, body.params(), template)
+    prompts = await exchange.made(plan.prompts)
+    listeners = [PooledListener(exchange) for _ in prompts]
+    await exchange.run(new_id(name), plan.params, body.engine_fields(exchange.engine), list(zip(prompts, listeners, strict=True)))
     return [plan.score([listeners[place].data for place in plan.of_pair(pair)]) for pair in range(len(pairs))], listeners
 
 

@@ -37,7 +37,7 @@ def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
 def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         text = body.prompt or ""
-        check_prompt_chars(text, engine.info.intake.limits, engine.info.intake.max_model_len, engine.tokenizer)
+        check_prompt_chars(len(text), engine.info.intake.limits, engine.info.intake.max_model_len, engine.tokenizer)
         return engine.tokenizer.encode(text, body.add_special_tokens)
     options = ChatOptions(
         tools=body.tools,
