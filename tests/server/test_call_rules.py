@@ -22,14 +22,17 @@ VALUES = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.tex
 
 @pytest.mark.parametrize(("name", "template"), FORMATS)
 @examples(quick=100, full=2000)
-@given(calls=st.lists(st.tuples(NAMES, VALUES), min_size=1, max_size=3), spaced=st.booleans(), data=st.data())
-def test_the_parser_reads_what_the_rule_allows(name: str, template: str, calls: list[tuple[str, Any]], spaced: bool, data: st.DataObject) -> None:
+@given(calls=st.lists(st.tuples(NAMES, VALUES), min_size=1, max_size=3), spaced=st.booleans(), one_line=st.booleans(), data=st.data())
+def test_the_parser_reads_what_the_rule_allows(
+    name: str, template: str, calls: list[tuple[str, Any]], spaced: bool, one_line: bool, data: st.DataObject
+) -> None:
     tools = [(function, {"type": "object"}) for function in dict.fromkeys(function for function, _ in calls)]
-    tag = call_rule(KNOWN.named("calls", name), template, tools, required=True, single=False)
+    tag = call_rule(KNOWN.named("calls", name), template, tools, required=True, single=False, one_line=one_line)
     written = calls[:1] if tag["stop_after_first"] else calls
     markup = {function: structure for (function, _), structure in zip(tools, tag["structures"], strict=True)}
     arguments = [json.dumps(value, indent=1 if spaced else None) for _, value in written]
     text = tag["separator"].join(markup[call]["begin"] + value + markup[call]["end"] for (call, _), value in zip(written, arguments, strict=True))
+    assert not one_line or spaced or "\n" not in text
     parser = parser_named(name, tools=[{"type": "function", "function": {"name": function}} for function, _ in tools])
     cut = data.draw(st.integers(0, len(text)))
     events = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]

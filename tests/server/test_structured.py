@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from dovetail.structured import Structured
 from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
-from tests.server.serving import PATIENCE_S, serving, serving_in_threads
+from tests.server.serving import PATIENCE_S, demo_tokenizer, serving, serving_in_threads
 from tests.support import FULL
 
 HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -187,6 +187,13 @@ def test_a_required_answer_is_calls_and_nothing_else(api: openai.OpenAI, parser:
 def test_a_required_answer_ends_after_its_first_call_unless_several_are_asked_for(api: openai.OpenAI, parser: str) -> None:
     for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=8).choices:
         assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+
+
+@pytest.mark.parametrize("end", [{"stop": ["\n"]}, {"stop_token_ids": demo_tokenizer().encode("\n", special_tokens=False)}])
+def test_a_call_can_be_required_where_a_line_break_ends_the_answer(api: openai.OpenAI, end: dict[str, Any]) -> None:
+    choice = ask(api, TEMPLATES["hermes"], end, tools=TOOLS, tool_choice="required").choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert follows(json.loads(choice.message.tool_calls[0].function.arguments), ARGUMENTS[choice.message.tool_calls[0].function.name])
 
 
 @pytest.mark.parametrize("limit", [1, 3, 5, 8])

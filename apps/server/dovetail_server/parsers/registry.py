@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import yaml
@@ -184,14 +184,17 @@ def needs_special_tokens(parsers: ChosenParsers, tools: Any) -> bool:
     return any(parser is not None and parser.capabilities.special_tokens for parser in used)
 
 
-def call_rule(parser: ParserChoice, template: str, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Any]:
+def call_rule(
+    parser: ParserChoice, template: str, tools: Sequence[Tool], *, required: bool, single: bool, one_line: bool = False
+) -> Mapping[str, Any]:
     """Return a structural tag for calls in the parser's format. `template`: the chat template, which determines the variant of a format.
-    `required`: the answer consists of calls only; `single`: it ends after the first call.
+    `required`: the answer consists of calls only; `single`: it ends after the first call; `one_line`: it has no line breaks around arguments.
 
     Raises `ValueError` if the format can't be constrained that way.
     """
     try:
         form = parser.component.call_form(template)
+        form = _on_one_line(form) if form is not None and one_line else form
         structures = [] if form is None else [_structure(form, *tool) for tool in tools]
     except Exception as error:  # the plugin's
         parser.report(error, "and its calls can't be constrained")
@@ -204,6 +207,14 @@ def call_rule(parser: ParserChoice, template: str, tools: Sequence[Tool], *, req
         )
     tag = {"structures": structures, "triggers": [form.trigger], "at_least_one": required, "stop_after_first": single or form.single}
     return {**tag, "separator": form.separator} if required else tag
+
+
+def _on_one_line(form: CallForm) -> CallForm:
+    def around(name: str) -> tuple[str, str]:
+        begin, end = form.around(name)
+        return begin.replace("\n", ""), end.replace("\n", "")
+
+    return replace(form, around=around, separator=form.separator.replace("\n", ""))
 
 
 def _structure(form: CallForm, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:

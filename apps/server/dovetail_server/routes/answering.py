@@ -64,7 +64,7 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     options = steered(exchange, options, asked)
     prompt = await rendered(exchange, messages, options, cut=cuts(params))
     limit = limited(exchange, body, asked, options, prompt)
-    rule, single = (demand.rule, False) if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options)
+    rule, single = (demand.rule, False) if demand.calls is None else _rule_of_calls(exchange, demand.param, demand.calls, options, params)
     params, prompt = constrained_chat(exchange, params, demand.param if rule is not None else asked.field, rule, limit, options, prompt)
     chosen = exchange.server.parsing.parsers(options.chat_template)
     if needs_special_tokens(chosen, options.tools):
@@ -191,7 +191,7 @@ def constrained_chat(
     return constrained(exchange, params, param, rule), prompt
 
 
-def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions) -> tuple[Structured | None, bool]:
+def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions, params: SamplingParams) -> tuple[Structured | None, bool]:
     """Return the rule of demanded calls; or None and True if dropping all calls but the first does what is demanded. Raises `HttpError` if the
     model's format of calls can't be constrained."""
     parsing = exchange.server.parsing
@@ -202,12 +202,23 @@ def _rule_of_calls(exchange: Exchange, param: str, calls: CallDemand, options: C
         reason = "no tool parser fits the model's chat template, so the format of its calls is unknown (set one with --tool-parser)"
         raise unsupported(param, reason)
     template = parsing.template(options.chat_template)
+    one_line = _ends_at_line_break(exchange, params)
     try:
-        return Structured(structural_tag=call_rule(parser, template, calls.tools, required=calls.required, single=calls.single)), False
+        rule = call_rule(parser, template, calls.tools, required=calls.required, single=calls.single, one_line=one_line)
+        return Structured(structural_tag=rule), False
     except ValueError as error:  # including `RequestError`
         if calls.cut:
             return None, True
         raise unsupported(param, str(error)) from None
+
+
+def _ends_at_line_break(exchange: Exchange, params: SamplingParams) -> bool:
+    """Return True if a line break ends the answer, as an end token of the model or a stop of the request."""
+    if any("\n" in stop for stop in params.stop or ()):
+        return True
+    spell = speller(exchange.engine.tokenizer)
+    ends = (*exchange.engine.info.intake.defaults.eos_token_ids, *(params.stop_token_ids or ()))
+    return spell is not None and any(b"\n" in spell(token) for token in ends)
 
 
 def _reasons_first(exchange: Exchange, options: ChatOptions, prompt: TokenizedText) -> bool:
