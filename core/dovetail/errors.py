@@ -48,7 +48,8 @@ class PolicyError(DovetailError):
 
 
 class SchedulerStalled(DovetailError):
-    """The policy would wait forever: there are unfinished requests, but it granted nothing, nothing is in flight and it set no `wake_at`."""
+    """The policy would wait forever: there are unfinished requests, but it granted nothing, nothing is in flight and it set no `wake_at`. Raised by
+    strict engines, such as those of the conformance suite; others plan such a step themselves."""
 
 
 class EngineDeadError(DovetailError):

@@ -117,28 +117,66 @@ def test_a_policy_that_raises_on_abort_ends_the_engine_and_the_next_step_raises(
 # Policies that do nothing useful
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_policy_that_grants_nothing_and_sets_no_wake_at_is_stalled(overlap: bool) -> None:
-    world = World(scripted(fcfs, *[lambda step: None] * 5), Shape(overlap=overlap))
-    world.add(Spec("a", PROMPT))
-    step_until_dead(world)
-    assert isinstance(world.core.dead, SchedulerStalled)
-    assert "Scripted grants nothing" in str(world.core.dead)
-    assert world.tokens["a"] == world.expected("a")[0][:1], "what was in flight is delivered first"
-    assert world.finished["a"].reason == "error"
+class GrantsNothing(Scheduler):
+    """Would wait forever."""
+
+    def schedule(self, step: Step) -> None:
+        pass
 
 
-def test_a_policy_that_grants_and_preempts_the_same_forever_is_stalled() -> None:
-    def plan(step: Step) -> None:
+class Undecided(Scheduler):
+    """Grants, and preempts what it has granted, forever."""
+
+    def schedule(self, step: Step) -> None:
         step.grant_each(step.waiting)
         for request in step.running:
             step.preempt(request)
 
-    world = World(always(plan))
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("policy", "words"), [(GrantsNothing, "grants nothing, sets no wake_at"), (Undecided, "preempts and rejects, but never grants")]
+)
+def test_in_place_of_a_policy_that_would_wait_forever_the_engine_plans_by_arrival(
+    policy: type[Scheduler], words: str, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(policy, Shape(overlap=overlap, num_blocks=12, max_model_len=40))
+    for index in range(3):
+        world.add(Spec(f"r{index}", PROMPT, max_tokens=9 + index))
+    with caplog.at_level(logging.WARNING, "dovetail"):
+        world.drain(check=True)
+    assert [*world.finished] == ["r0", "r1", "r2"]
+    assert world.core.stats.stalls > 0
+    (warning,) = caplog.records
+    assert f"scheduler {policy.__name__} {words}" in warning.getMessage(), "told once"
+
+
+def test_what_the_engine_could_never_run_is_rejected_with_the_reason_and_others_are_served() -> None:
+    """Nothing that a front end lets through: one that doesn't check lengths."""
+    world = World(GrantsNothing, Shape(num_blocks=3, max_model_len=40, max_tokens=16))
+    world.add(Spec("too long", (*PROMPT, *range(20)), max_tokens=2))
+    world.add(Spec("served", PROMPT, max_tokens=2))
+    world.drain()
+    assert world.finished["served"] == Finish("length")
+    assert world.finished["too long"].reason == "rejected"
+    assert "not enough KV blocks" in str(world.finished["too long"].stop_reason)
+
+
+@pytest.mark.parametrize("policy", [GrantsNothing, Undecided])
+def test_a_strict_engine_raises_instead(policy: type[Scheduler]) -> None:
+    world = World(policy, Shape(strict=True))
     world.add(Spec("a", PROMPT))
     step_until_dead(world)
     assert isinstance(world.core.dead, SchedulerStalled)
-    assert "never grants" in str(world.core.dead)
+    assert world.finished["a"].reason == "error"
+
+
+def test_what_is_in_flight_is_delivered_before_a_stall_is_seen() -> None:
+    world = World(scripted(fcfs, *[lambda step: None] * 5), Shape(strict=True))
+    world.add(Spec("a", PROMPT))
+    step_until_dead(world)
+    assert isinstance(world.core.dead, SchedulerStalled)
+    assert world.tokens["a"] == world.expected("a")[0][:1]
 
 
 def test_a_policy_may_take_several_plans_to_make_room() -> None:
@@ -216,12 +254,12 @@ def test_a_request_that_alone_fills_the_pool_ends_at_its_length() -> None:
         world.step()
 
 
-def test_a_policy_that_stalls_with_a_full_pool_is_still_stalled() -> None:
+def test_a_policy_that_stalls_with_a_full_pool_ends_no_request_early() -> None:
     """The request could go on: it is the policy that doesn't let it."""
     world = World(scripted(lambda step: step.grant(step.waiting[0], reserve=True), *[lambda step: None] * 9), Shape(num_blocks=3, max_model_len=12))
     world.add(Spec("a", (*PROMPT, 9, 10), max_tokens=2))
-    step_until_dead(world)
-    assert isinstance(world.core.dead, SchedulerStalled)
+    world.drain()
+    assert world.finished["a"] == Finish("length")
 
 
 # Executors

@@ -62,6 +62,7 @@ class Shape:
     max_lines: int = 64
     adapters: int = 0  # slots
     slot_wait_s: float = 1.0
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ class World:
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
         hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__, shape.pace, shape.slot_wait_s)
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__, shape.pace, shape.slot_wait_s, shape.strict)
         self.drafter: Drafter | None = None
         if drafter is not None or shape.drafter is not None:
             make = drafter or DRAFTERS[shape.drafter or ""]

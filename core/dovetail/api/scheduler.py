@@ -235,7 +235,8 @@ class Scheduler(ABC):
 
     @abstractmethod
     def schedule(self, step: Step) -> None:
-        """Plan one step: grant, preempt and reject, in any order and any number of times."""
+        """Plan one step: grant, preempt and reject, in any order and any number of times. If this would let the engine wait forever, it plans a step
+        itself, first come, first served."""
 
     def on_arrival(self, request: Request) -> None:
         """Called once for each request, in order of (arrival_time, order added), at or after its arrival time and before a step shows it."""

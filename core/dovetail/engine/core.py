@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.masks import fill_masks
 from dovetail.engine.speculation import Speculation, SpeculationSettings
+from dovetail.engine.stand_in import plan_by_arrival
 from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.engine.step_times import PlanTiming
@@ -64,6 +65,7 @@ class CoreSettings:
     scheduler_name: str
     pace: float | None = None  # times as long as its decodes alone; None: prompts may fill the budget of a step
     slot_wait_s: float = 1.0  # an adapter that waits longer than this for a slot is preferred
+    strict: bool = False  # raise `SchedulerStalled` rather than plan in the policy's place
 
 
 class EngineCore:
@@ -209,7 +211,7 @@ class EngineCore:
             if self._has_room():
                 if self._flights:
                     self._sleep_until_due()
-                planned = self._plan_and_submit()
+                planned = self._plan_and_submit(self._schedule)
                 if planned.granted and self._has_room():
                     return
             if self._flights:
@@ -220,7 +222,7 @@ class EngineCore:
             if planned is not None and not planned.acted:
                 self._idle(planned)
                 return
-        raise self._stalled("preempts and rejects, but never grants")
+        self._stand_in("preempts and rejects, but never grants")
 
     def _has_room(self) -> bool:
         """True if another step may be submitted."""
@@ -247,31 +249,52 @@ class EngineCore:
             wake = min(wake, self.clock.now() + PREPARING_S)
         if wake < math.inf:
             self.plan_timing.wait_until(wake)
-        elif not self._end_for_lack_of_memory():
-            raise self._stalled("grants nothing, sets no wake_at")
+        elif not self._release_memory():
+            self._stand_in("grants nothing, sets no wake_at")
 
-    def _stalled(self, what: str) -> SchedulerStalled:
-        return SchedulerStalled(
+    def _stand_in(self, what: str) -> None:
+        """Plan a step in place of a policy that would let the engine wait forever. Raises `SchedulerStalled` if the settings are strict, or if no
+        request could be granted or ended."""
+        stalled = SchedulerStalled(
             f"scheduler {self.settings.scheduler_name} {what}, and nothing is in flight: {len(self._requests)} unfinished requests would wait "
             f"forever ({len(self.books.waiting)} waiting, {len(self.books.running)} running, {self.kv.available_pages} pages available)"
         )
+        if self.settings.strict:
+            raise stalled
+        if not self.stats.stalls:
+            logger.warning("%s. The engine plans such steps itself, first come, first served", stalled)
+        self.stats.stalls += 1
+        if not self._plan_and_submit(plan_by_arrival).acted:
+            raise stalled
 
-    def _end_for_lack_of_memory(self) -> bool:
-        """Finish the only running request at its present length if it needs more pages to grow than are available, even without those that it keeps
-        for samples of its prompt. Returns True if there is one, or planning again may help."""
+    def _release_memory(self) -> bool:
+        """Release pages if a decode lacks them: those that requests keep for samples of their prompts, or else those of a decode that is too large
+        for the whole pool, which ends at its present length. Returns True if planning again may help."""
         running = self.books.running.as_tuple()
-        if len(running) != 1 or not running[0].generated or running[0].num_tokens <= running[0].capacity:
+        short = [request for request in running if not request.prefill_left and self._lacks_pages(request)]
+        if not short:
             return False
-        if self.kv.pages_needed(running[0], running[0].num_tokens) <= self.kv.available_pages:
-            return False
-        if self.books.release_prompt(running[0]):
+        if any([self.books.release_prompt(request) for request in running]):
             return True
-        self._finish(running[0], Finish("length", "kv_capacity"), deliver=True)
-        return True
+        for request in short:
+            others = [other for other in running if other is not request]
+            if self._lacks_pages(request, without=others):
+                self._finish(request, Finish("length", "kv_capacity"), deliver=True)
+                return True
+        return False
+
+    def _lacks_pages(self, request: LiveRequest, without: Sequence[LiveRequest] = ()) -> bool:
+        """Return True if its known tokens need more pages than are available, even if the requests `without` held none."""
+        if request.num_tokens <= request.capacity:
+            return False
+        return self.kv.pages_needed(request, request.num_tokens, without) > self.kv.available_pages
 
     # Planning
 
-    def _plan_and_submit(self) -> PlannedStep:
+    def _schedule(self, step: PlannedStep) -> None:
+        self._ask("schedule", step)
+
+    def _plan_and_submit(self, plan: Callable[[PlannedStep], None]) -> PlannedStep:
         begun = time.perf_counter()
         now = self.clock.now()
         self._admit_arrivals(now)
@@ -287,7 +310,7 @@ class EngineCore:
         )
         self._index += 1
         if self.books.waiting or self.books.running:
-            self._ask("schedule", step)
+            plan(step)
         step.close()
         lingering = list(self.books.lingering)
         self._apply(step)

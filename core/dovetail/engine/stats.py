@@ -40,6 +40,7 @@ class EngineStats:
     draft_tokens: int = 0  # drafts that they checked
     accepted_drafts: list[int] = field(default_factory=list)  # accepted ones by position: the first of a row, the second, …
     drafting_s: float = 0.0  # time that steps waited for the drafter
+    stalls: int = 0  # steps that the engine planned itself, as the policy would have waited forever
 
     def count_drafts(self, drafts: Mapping[Any, Sequence[int]], accepted: Mapping[Any, int]) -> None:
         """Count the drafts of a step by its rows' requests, and how many of each were accepted."""

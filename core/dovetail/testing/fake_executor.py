@@ -376,7 +376,7 @@ class FakeExecutor(Executor):
                 break
             row.computed += 1
         if drafts and self._layout.recurrent:
-            self._keep_state(row.tables[-1], prefix_ids(row.tokens)[row.computed - 1])
+            self._keep_state(row.tables[-1], row.prefix_ids()[row.computed - 1])
         return found
 
     def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:

@@ -15,10 +15,11 @@ class FCFS(Scheduler):
 
     def schedule(self, step: Step) -> None:
         running, decoding = step.running, step.decoding
-        prefilling = [request for request in running if request.prefill_left] if len(running) > len(decoding) else []
-        for request in (*step.grant_each(decoding), *prefilling):  # `grant_each` returns the decodes that lack memory
-            if not step.grant(request, evict=reversed(step.running)):
-                return
+        needy = set(step.grant_each(decoding))  # decodes that lack memory
+        if needy or len(running) > len(decoding):
+            for request in running:  # by arrival: an older prefill may need the memory of a younger decode
+                if (request in needy or request.prefill_left) and not step.grant(request, evict=reversed(step.running)):
+                    return
         for request in step.waiting:
             if not step.grant(request):
                 return

@@ -261,7 +261,8 @@ class World:
         context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_pages, capacity.layout.block_size, shape.seed)
         self.watch = Watch(make(context), context, look)
         hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__, shape.pace, SLOT_WAIT_S)
+        name = type(self.watch.policy).__name__
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, name, shape.pace, SLOT_WAIT_S, strict=True)
         self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
         self.requests: list[LiveRequest] = []
         self.given: dict[Guarded, dict[str, Any]] = {}  # attributes that no policy may change
