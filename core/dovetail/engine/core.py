@@ -274,7 +274,8 @@ class EngineCore:
         short = [request for request in running if not request.prefill_left and self._lacks_pages(request)]
         if not short:
             return False
-        if any([self.books.release_prompt(request) for request in running]):
+        released = [self.books.release_prompt(request) for request in running]
+        if any(released):
             return True
         for request in short:
             others = [other for other in running if other is not request]
