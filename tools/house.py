@@ -46,6 +46,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.where",
         "dovetail.roadmap",
         "dovetail.errors",
+        "dovetail.logs",
     ),
 }
 PLUGINS = ("schedulers", "kv_cache", "attention", "models", "samplers", "grammars", "executors", "observers", "lab")

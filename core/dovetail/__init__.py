@@ -1,12 +1,15 @@
 """Dovetail: a pluggable LLM inference engine.
 
-The names below are loaded when first used, so that `import dovetail` is quick and needs no torch.
+The names below are loaded when first used, so that `import dovetail` is quick and needs no torch. Importing the package sets up
+its logging: see `dovetail.logs`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from dovetail import logs
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
@@ -73,6 +76,8 @@ __all__ = [
     "StructuredOutputsParams",
     "__version__",
 ]
+
+logs.set_up()
 
 
 def __getattr__(name: str) -> Any:

@@ -169,14 +169,13 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def log_to_stderr() -> None:
-    """Log requests to stderr as JSON lines, and warnings of other loggers as text."""
-    requests, others = logging.getLogger("dovetail.server"), logging.getLogger("dovetail")
-    for logger, level, text in ((requests, logging.INFO, "%(message)s"), (others, logging.WARNING, "%(levelname)s %(name)s: %(message)s")):
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(text))
-        logger.addHandler(handler)
-        logger.setLevel(level)
-    requests.propagate = False  # to `others`, which would repeat them
+    """Log requests to stderr as JSON lines. The library's own handler writes what other loggers tell."""
+    requests = logging.getLogger("dovetail.server")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    requests.addHandler(handler)
+    requests.setLevel(logging.INFO)
+    requests.propagate = False  # to "dovetail", whose handler would repeat them
 
 
 def main() -> int:

@@ -71,7 +71,7 @@ class ModelPlan:
         states, state_dtype = arch.state_specs(hf_config, group), getattr(torch, config.state_dtype)
         plan = cls(arch, hf_config, quantization, dtype, max_model_len, specs, cache_dtype, states, state_dtype, pooling)
         if group.rank == 0:
-            log.info("model: %s", plan)
+            log.debug("model: %s", plan)
         return plan
 
     @property

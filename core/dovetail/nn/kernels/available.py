@@ -20,7 +20,7 @@ import torch
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import launching
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("dovetail")
 
 
 @cache

@@ -18,7 +18,7 @@ import torch
 
 from dovetail.errors import UnsupportedError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("dovetail")
 
 ALIGNMENT = 16  # of addresses (bytes) and integers; Triton specializes kernels on divisibility by it
 
