@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from dovetail import sentence_transformers_files
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
@@ -325,7 +326,7 @@ def _code(*names: str) -> str:
 
 # A model's files
 
-FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG,)
+FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG, *sentence_transformers_files.ALL)
 
 
 def file_keys(table: FileKeys) -> str:

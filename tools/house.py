@@ -45,6 +45,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.whole_files",
         "dovetail.where",
         "dovetail.roadmap",
+        "dovetail.sentence_transformers_files",
         "dovetail.errors",
         "dovetail.logs",
     ),

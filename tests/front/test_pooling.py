@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from dovetail import LLM, AsyncLLMEngine, LLMEngine, PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 from dovetail.api.executor import PoolingCapacity
 from dovetail.errors import EngineDeadError, ModelLoadError, RequestError, UnsupportedError
-from dovetail.front.pooling import YES_OR_NO, PoolingFacts, PoolingIntake, paired
+from dovetail.front.pooling import YES_OR_NO, PoolingFacts, PoolingIntake, ScorePlan, paired
 from dovetail.front.prompt_source import PromptSource
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.limits import MAX_CUT_CHARS
@@ -106,6 +107,23 @@ def test_pairs_are_scored_in_the_form_of_the_tokenizer_or_of_a_template() -> Non
             second = len(encode(TEXTS[0])) if output in outputs[:2] else None
             assert output.outputs is not None
             assert output.outputs.score == float(expected(ids, "classify", SCORER, second=second)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cosine", lambda x, y: x @ y / np.linalg.norm(x) / np.linalg.norm(y)),
+        ("dot", lambda x, y: x @ y),
+        ("euclidean", lambda x, y: -(((x - y) ** 2).sum() ** 0.5)),
+        ("manhattan", lambda x, y: -abs(x - y).sum()),
+    ],
+)
+def test_scores_are_the_stored_similarity_of_embeddings(name: str, expected: Callable[..., float], tmp_path: Path) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"similarity_fn_name": name}))
+    facts = PoolingFacts.of(EMBEDDER, tmp_path, None, 64, 64)
+    plan = ScorePlan(PromptSource([], lambda part: []), PoolingParams(), [(0, 1)], facts.similarity)
+    first, second = np.array([1, 2, 3], np.float32), np.array([-1, 0.5, 4], np.float32)
+    assert plan.score([first, second]) == pytest.approx(expected(first, second))
 
 
 def test_scores_of_an_embedding_model_are_cosines_and_each_text_is_embedded_once() -> None:

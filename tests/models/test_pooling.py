@@ -185,6 +185,76 @@ def test_tokens_of_scores_are_given_as_texts(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("marks", [{}, {"sentence_transformers": {"version": "4.1.0"}}])
+def test_one_label_of_a_regression_is_a_sigmoid_to_sentence_transformers(marks: dict[str, Any], tmp_path: Path) -> None:
+    """As its `CrossEncoder` scores pairs, whoever saved the checkpoint; transformers' pipeline leaves the logit as it is."""
+    model = save(tmp_path, "BertForSequenceClassification", num_labels=1, problem_type="regression", **marks)
+
+    @torch.no_grad()
+    def logits(tokens: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
+        return found
+
+    with started(tmp_path) as bench:
+        agree(pooled(bench, RowPooling("classify", of_pair=True)), lambda tokens: logits(tokens).sigmoid())
+        agree(pooled(bench, RowPooling("classify")), lambda tokens: logits(tokens).sigmoid() if marks else logits(tokens))
+
+
+def test_a_stored_activation_is_that_of_pairs_and_of_labels(tmp_path: Path) -> None:
+    model = save(tmp_path, "BertForSequenceClassification", num_labels=1)
+    path = tmp_path / "config_sentence_transformers.json"
+    path.write_text(json.dumps({"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Tanh"}))
+
+    @torch.no_grad()
+    def expected(tokens: list[int]) -> torch.Tensor:
+        return torch.tanh(model(input_ids=torch.tensor([tokens])).logits[0])
+
+    with started(tmp_path) as bench:
+        for of_pair in (True, False):
+            agree(pooled(bench, RowPooling("classify", of_pair=of_pair)), expected)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_a_stored_size_cuts_embeddings_after_normalization(normalized: bool, tmp_path: Path) -> None:
+    model = save(tmp_path, "Qwen3Model", matryoshka_dimensions=[8, 32])
+    modules = ("Pooling", "Normalize") if normalized else ("Pooling",)
+    sentence_transformer(tmp_path, *modules, config_sentence_transformers={"truncate_dim": 16})
+
+    def vector(tokens: list[int]) -> torch.Tensor:
+        return states(model, tokens)[-1]
+
+    def cut(tokens: list[int]) -> torch.Tensor:
+        return (F.normalize(vector(tokens), dim=-1) if normalized else vector(tokens))[:16]
+
+    def asked(tokens: list[int]) -> torch.Tensor:
+        return F.normalize(vector(tokens)[:8], dim=-1) if normalized else vector(tokens)[:8]
+
+    with started(tmp_path) as bench:
+        assert bench.capacity.pooling is not None
+        assert (bench.capacity.pooling.size, bench.capacity.pooling.dimensions) == (16, (8,))
+        agree(pooled(bench, RowPooling("embed")), cut)
+        agree(pooled(bench, RowPooling("embed", dimensions=8)), asked)
+
+
+@pytest.mark.parametrize(
+    ("files", "length"),
+    [
+        ({"tokenizer_config": {"model_max_length": 40}}, 40),
+        ({"tokenizer_config": {"model_max_length": 40}, "sentence_bert_config": {"max_seq_length": 50}}, 50),
+        ({"tokenizer_config": {"model_max_length": 40}, "sentence_bert_config": {"max_seq_length": None}}, 40),
+        ({"tokenizer_config": {"model_max_length": 1000}}, 64),
+        ({"tokenizer_config": {"model_max_length": 1e30}}, 64),
+        ({}, 64),
+    ],
+    ids=str,
+)
+def test_the_longest_text_is_sentence_transformers(files: dict[str, Any], length: int, tmp_path: Path) -> None:
+    save(tmp_path, "Qwen3Model")
+    sentence_transformer(tmp_path, "Pooling", **files)
+    with started(tmp_path, max_model_len=None) as bench:
+        assert bench.capacity.max_model_len == length
+
+
 def test_sizes_that_a_model_was_trained_for_are_told(tmp_path: Path) -> None:
     save(tmp_path, "Qwen3Model", matryoshka_dimensions=[16, 32, 48])
     with started(tmp_path) as bench:
@@ -206,7 +276,7 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: with_pooling(path, pooling_mode=["cls", "mean"]), r"pooling by \['cls', 'mean'\]"),
     (lambda path: with_pooling(path, include_prompt=False), "include_prompt = False"),
     (lambda path: with_pooling(path, pooling_mode_new=True), "1_Pooling/config.json: pooling_mode_new: not implemented"),
-    (lambda path: with_dense(path, use_residual=True), "2_Dense/config.json: use_residual"),
+    (lambda path: with_dense(path, use_residual=True), "2_Dense/config.json: use_residual = True"),
     (lambda path: with_dense(path, module_input_name="token_embeddings"), "module_input_name = 'token_embeddings'"),
     (lambda path: with_dense(path, activation="Softplus"), "Softplus' isn't served"),
     (lambda path: with_dense(path, out_features=9), r"expected numbers of shape \[9"),
@@ -216,8 +286,19 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"modality_config": {"message": {}}}), "texts in a chat template"),
     (
         lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"processing_kwargs": {"text": {"padding": 8}}}),
-        "processing_kwargs isn't",
+        "processing_kwargs = .* is not implemented",
     ),
+    (
+        lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"modality_config": {"text": {"method": "get_text_features"}}}),
+        "modality_config: text = .*get_text_features",
+    ),
+    (
+        lambda path: sentence_transformer(path, "Pooling", sentence_roberta_config={"do_lower_case": True}),
+        "sentence_roberta_config.json: do_lower_case",
+    ),
+    (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"similarity_fn_name": "maxsim"}), "'maxsim' isn't served"),
+    (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"truncate_dim": 0}), "truncate_dim: expected a size, got 0"),
+    (lambda path: sentence_transformer(path, "Pooling", tokenizer_config={"model_max_length": 0.5}), "model_max_length: expected a number"),
     (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"model_type": "SparseEncoder"}), "SparseEncoder isn't served"),
     (lambda path: (path / "modules.json").write_text('[{"type": "own.Pooling", "path": ""}]'), "module own.Pooling isn't served"),
     (lambda path: (path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense", "path": "../x"}]'), "expected modules"),

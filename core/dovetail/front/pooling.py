@@ -22,6 +22,7 @@ from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.json_files import read_json_object
 from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.sentence_transformers_files import OWN_FILE, SIMILARITIES, read_own
 
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of stored prompts for the two sides of a search
 YES_OR_NO = (  # Qwen3-Reranker's, with its default instruction
@@ -51,14 +52,15 @@ class PoolingFacts:
     prompts: Mapping[str, str] = field(default_factory=dict)  # stored in the checkpoint, by name: they are put before texts
     default_prompt: str | None = None  # the name of one for texts that name none
     template: str | None = None  # of a pair; None: the tokenizer's form of a pair
+    similarity: str = "cosine"  # of two embeddings: a key of `SIMILARITY`
     call_of: Mapping[str, str] = field(default_factory=lambda: dict(PYTHON_CALLS))  # what callers call for each task, for errors
 
     @classmethod
     def of(cls, capacity: PoolingCapacity, model_dir: Path, template: str | None, max_model_len: int, max_step_tokens: int) -> PoolingFacts:
         """Return the facts of an engine, with the prompts that a checkpoint of sentence-transformers stores. Raises `ModelLoadError` for a file with
         invalid values."""
-        path = model_dir / "config_sentence_transformers.json"
-        stored: Mapping[str, Any] = read_json_object(path) if path.exists() else {}
+        path = model_dir / OWN_FILE
+        stored = read_own(model_dir)
         prompts, default = stored.get("prompts") or {}, stored.get("default_prompt_name")
         if not isinstance(prompts, Mapping) or not all(isinstance(text, str) for text in prompts.values()):
             raise ModelLoadError(f"{path}: prompts must map names to texts, got {shown(prompts)}")
@@ -69,7 +71,8 @@ class PoolingFacts:
             template = YES_OR_NO
         fits_step = not capacity.indivisible or max_model_len <= max_step_tokens
         most, limit = (max_model_len, "max_model_len") if fits_step else (max_step_tokens, "max_num_batched_tokens")
-        return cls(capacity, most, limit, dict(prompts), default, template)
+        similarity = stored.get("similarity_fn_name") or SIMILARITIES[0]
+        return cls(capacity, most, limit, dict(prompts), default, template, similarity)
 
     @property
     def calls(self) -> str:
@@ -78,7 +81,7 @@ class PoolingFacts:
 
     @property
     def scores_pairs(self) -> bool:
-        """True if it scores a query and a document together; False if scores are cosines of embeddings. Raises `RequestError` if it can't score."""
+        """True if it scores a query and a document together; False if embeddings are compared. Raises `RequestError` if it can't score."""
         if "classify" in self.capacity.tasks and len(self.capacity.labels) == 1:
             return True
         if "embed" in self.capacity.tasks:
@@ -99,7 +102,8 @@ class PoolingFacts:
             raise RequestError(f"this model can't do {task}; {self.calls}")
         if params.dimensions is not None:
             self._check_dimensions(params.dimensions, task)
-        return RowPooling(task, params.dimensions, params.use_activation is not False)
+        is_active = params.use_activation is not False
+        return RowPooling(task, params.dimensions, is_active, of_pair=params.task == "score")
 
     def _check_dimensions(self, wanted: int, task: PoolingTask) -> None:
         can = self.capacity
@@ -116,13 +120,29 @@ class PoolingFacts:
         return _NEEDS_ALL if self.capacity.needs_all_states(pooling.task) else _NEEDS_LAST
 
 
+def _cosine(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    norms = float(np.linalg.norm(first) * np.linalg.norm(second))
+    cosine = float(first @ second) / max(norms, 1e-12)
+    return min(1.0, max(-1.0, cosine))  # rounding may exceed them
+
+
+Similarity = Callable[[NDArray[np.float64], NDArray[np.float64]], float]
+SIMILARITY: Mapping[str, Similarity] = {
+    "cosine": _cosine,
+    "dot": lambda first, second: float(first @ second),
+    "euclidean": lambda first, second: -float(np.linalg.norm(first - second)),
+    "manhattan": lambda first, second: -float(np.abs(first - second).sum()),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
     """The prompts whose results give the scores of pairs of texts."""
 
     prompts: PromptSource
     params: PoolingParams
-    places: list[tuple[int, int]] | None  # of each pair's two prompts, whose cosine is the score; None: each prompt is a pair
+    places: list[tuple[int, int]] | None  # of each pair's two prompts, which are compared; None: each prompt is a pair
+    similarity: str = "cosine"  # of these
 
     def of_pair(self, pair: int) -> tuple[int, ...]:
         """Return the places of a pair's prompts."""
@@ -133,8 +153,7 @@ class ScorePlan:
         if self.places is None:
             return float(results[0][0])
         first, second = (np.asarray(result, np.float64) for result in results)
-        cosine = float(first @ second / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12))
-        return min(1.0, max(-1.0, cosine))  # rounding may exceed them
+        return SIMILARITY[self.similarity](first, second)
 
 
 class PoolingIntake:
@@ -212,7 +231,7 @@ class PoolingIntake:
             if template is not None:
                 raise RequestError("template: this model compares embeddings of the two texts, and has no prompt of both")
             return self._plan_cosines(pairs, params)
-        params = replace(params, task="classify")
+        params = replace(params, task="score")
         template = self.facts.template if template is None else checked_template(template)
         if template is None and self.facts.capacity.generates:
             raise RequestError(
@@ -241,7 +260,7 @@ class PoolingIntake:
 
     def _plan_cosines(self, pairs: Sequence[tuple[str, str]], params: PoolingParams) -> ScorePlan:
         if params.task not in (None, "embed", "score"):
-            raise RequestError(f"task: scores of this model are cosines of embeddings, got {params.task}")
+            raise RequestError(f"task: scores of this model compare embeddings, got {params.task}")
         places: dict[tuple[int, str], int] = {}
         found = [tuple(places.setdefault((side, text), len(places)) for side, text in enumerate(pair)) for pair in pairs]
         names = [next((name for name in names if name in self.facts.prompts), None) for names in (QUERY, DOCUMENT)]
@@ -255,7 +274,7 @@ class PoolingIntake:
             return self._encoded([heads[side] + text for side, text in texts[part]])
 
         of_pairs = [(first, second) for first, second in found]
-        return ScorePlan(PromptSource(chars, make), replace(params, task="embed"), of_pairs)
+        return ScorePlan(PromptSource(chars, make), replace(params, task="embed"), of_pairs, self.facts.similarity)
 
     def _filled(self, template: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[TokenizedText]:
         """Return the prompts of a template; documents are cut to make them fit."""

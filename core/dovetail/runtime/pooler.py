@@ -190,9 +190,11 @@ class Pooler:
         for layer in self._layers if embeds else self._head:
             vectors = layer(vectors)
         if not embeds:
-            return ACTIVATIONS[self.plan.activation](vectors) if pooling.activate else vectors
+            name = self.plan.pair_activation if pooling.of_pair else self.plan.activation
+            return ACTIVATIONS[name](vectors) if pooling.activate else vectors
         vectors = vectors[:, : pooling.dimensions]
-        return F.normalize(vectors, dim=-1) if pooling.activate and self.plan.normalize else vectors
+        vectors = F.normalize(vectors, dim=-1) if pooling.activate and self.plan.normalize else vectors
+        return vectors[:, : self.plan.capacity.size]  # a stored size cuts after normalization
 
 
 def _grouped(members: Any) -> list[list[_Member]]:
@@ -200,7 +202,8 @@ def _grouped(members: Any) -> list[list[_Member]]:
     groups: dict[tuple[Any, ...], list[_Member]] = {}
     for member in members:
         pooling = member.row.pooling
-        groups.setdefault((pooling.task, pooling.dimensions, pooling.activate), []).append(member)
+        kind = (pooling.task, pooling.dimensions, pooling.activate, pooling.of_pair)
+        groups.setdefault(kind, []).append(member)
     return [*groups.values()]
 
 

@@ -15,11 +15,23 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask
 from dovetail.api.model import HeadLayer, ModelPooling
-from dovetail.checks import shown
+from dovetail.checks import as_number, shown
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
 from dovetail.json_files import read_json_list, read_json_object
+from dovetail.sentence_transformers_files import (
+    DENSE,
+    LOGIT_SCORE,
+    MODULES,
+    NORMALIZE,
+    OWN_FILE,
+    POOLING,
+    TRANSFORMER,
+    TRANSFORMER_FILES,
+    has_marks,
+    read_checked,
+    read_own,
+)
 
-MODULES = "modules.json"
 MadeFor = Literal["generate", "embed", "classify"]
 
 _METHODS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # names of sentence-transformers
@@ -41,6 +53,12 @@ _TORCH_ACTIVATIONS = {
     "Softmax": "softmax",
     "Tanh": "tanh",
 }
+_OUTPUTS = {  # of the transformer, by its task: what is read of its results
+    "feature-extraction": "last_hidden_state",
+    "sequence-classification": "logits",
+    "text-generation": "logits",
+}
+_NO_LENGTH = 1e15  # transformers stores 1e30 for a tokenizer without a length
 _SINGLE = ("SparseEncoder", "MultiVectorEncoder")  # kinds of sentence-transformers models that aren't served
 
 
@@ -62,23 +80,28 @@ class Stored:
     score_tokens: tuple[int, int | None] | None = None
     activation: str | None = None  # of scores
     max_length: int | None = None  # tokens of the longest text
+    size: int | None = None  # to which embeddings are cut after normalization
 
     @classmethod
     def of(cls, directory: Path) -> Stored:
         """Read the files; all is None without them. Raises `ModelLoadError` if they are wrong, `UnsupportedError` for what isn't served, by name."""
-        own = directory / "config_sentence_transformers.json"
-        config = read_json_object(own) if own.is_file() else {}
+        own = directory / OWN_FILE
+        config = read_own(directory)
         if config.get("model_type") in _SINGLE:
             raise UnsupportedError(f"{own}: model_type {config['model_type']} isn't served, only embeddings of a fixed size and scores")
         activation = _activation(config["activation_fn"], own) if config.get("activation_fn") else None
-        path = directory / MODULES
+        size = config.get("truncate_dim")
+        if size is not None and (type(size) is not int or size < 1):
+            raise ModelLoadError(f"{own}: truncate_dim: expected a size, got {shown(size)}")
+        path = directory / MODULES.file
         if not path.is_file():
-            return cls(activation=activation)
+            return cls(activation=activation, size=size)
         found: dict[str, list[Path]] = {}
         for module in read_json_list(path):
             kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
             if not isinstance(kind, str) or not isinstance(folder, str) or ".." in Path(folder).parts or Path(folder).is_absolute():
                 raise ModelLoadError(f"{path}: expected modules, each with its 'type' and 'path', got {shown(module)}")
+            MODULES.check(module, path)
             package, _, name = kind.rpartition(".")
             if package.partition(".")[0] != "sentence_transformers" or name not in (*_ORDER, "Dropout"):
                 raise UnsupportedError(f"{path}: module {kind} isn't served; served are {', '.join(_ORDER)}")
@@ -88,7 +111,11 @@ class Stored:
         if order != sorted(order) or any(len(folders) > 1 for name, folders in found.items() if name != "Dense") or "Transformer" not in found:
             raise UnsupportedError(f"{path}: served are modules in the order {', '.join(_ORDER)}, of Dense any number, found {', '.join(found)}")
         if found["Transformer"] != [directory]:
-            raise UnsupportedError(f"{path}: the transformer is served from the folder of {MODULES} itself, not from {found['Transformer'][0].name}")
+            raise UnsupportedError(
+                f"{path}: the transformer is served from the folder of {MODULES.file} itself, not from {found['Transformer'][0].name}"
+            )
+        for folder in found.get("Normalize", ()):
+            read_checked(folder / "config.json", NORMALIZE)
         return cls(
             method=_pooling_method(found["Pooling"][0]) if "Pooling" in found else None,
             layers=tuple(map(_dense, found.get("Dense", ()))),
@@ -96,6 +123,7 @@ class Stored:
             score_tokens=_logit_tokens(found["LogitScore"][0]) if "LogitScore" in found else None,
             activation=activation,
             max_length=_max_length(directory),
+            size=size,
         )
 
 
@@ -109,7 +137,8 @@ class PoolingPlan:
     layers: tuple[StoredLayer, ...] = ()  # from a pooled state to an embedding
     head: tuple[StoredLayer, ...] = ()  # from it to the scores of labels
     score_tokens: tuple[int, int | None] | None = None  # instead of a head: the score is the first one's logit, less the second's
-    activation: str = "identity"  # of scores: of `dovetail.runtime.pooler.ACTIVATIONS`
+    activation: str = "identity"  # of a classifier: of `dovetail.runtime.pooler.ACTIVATIONS`
+    pair_activation: str = "identity"  # of the scores of pairs
     max_length: int | None = None  # see `Stored`
 
     @classmethod
@@ -128,11 +157,15 @@ class PoolingPlan:
             raise ConfigError(f"pooling.method: expected {', '.join(get_args(PoolingMethod))}, got {shown(method)}")
         tokens, labels = _score_tokens(directory, overrides.get("score_tokens"), stored.score_tokens)
         tasks, activation, layers, head = list[PoolingTask](), "sigmoid", stored.layers, tuple[StoredLayer, ...]()
+        pair_activation = "sigmoid"
         if made_for == "classify":
             if tokens is not None:
                 raise ConfigError("pooling.score_tokens: this checkpoint has a classifier of its own")
             labels = tuple(str(config.id2label[index]) for index in sorted(config.id2label))
-            tasks, activation, layers = ["classify", "token_classify"], stored.activation or _of_scores(config, directory), ()
+            tasks, layers = ["classify", "token_classify"], ()
+            own_activation = stored.activation or _stored_activation(config, directory)
+            activation = own_activation or _usual_activation(config, directory)
+            pair_activation = own_activation or "sigmoid"
             head = tuple(StoredLayer(layer, directory, len(labels) if layer is model.head[-1] else size) for layer in model.head)
         else:
             tasks = ["embed", "token_embed"]
@@ -141,18 +174,21 @@ class PoolingPlan:
                 raise ConfigError("pooling.score_tokens: scores of two tokens are a generator's, and this checkpoint has no head for tokens")
             _check_plain_logits(config)
             tasks = ["classify", *tasks]
-        sizes = getattr(config, "matryoshka_dimensions", None)
+            activation = pair_activation = stored.activation or "sigmoid"
+        size = layers[-1].size if layers else size
+        size = min(size, stored.size or size)
+        sizes = [int(one) for one in getattr(config, "matryoshka_dimensions", None) or ()]
         capacity = PoolingCapacity(
             tasks=tuple(tasks),
             method=method,
-            size=layers[-1].size if layers else size,
+            size=size,
             labels=labels,
             generates=model.generates and made_for == "generate",
             indivisible=indivisible,
-            dimensions=tuple(map(int, sizes)) if sizes else None,
+            dimensions=tuple(one for one in sizes if one <= size) or None,
         )
         normalize = bool(overrides.get("normalize", stored.normalize))
-        return cls(directory, capacity, normalize, layers, head, tokens, activation, stored.max_length)
+        return cls(directory, capacity, normalize, layers, head, tokens, activation, pair_activation, stored.max_length)
 
     def __str__(self) -> str:
         what = f"embeddings of {self.capacity.size} numbers" if not self.capacity.labels else f"scores of {len(self.capacity.labels)} labels"
@@ -166,71 +202,78 @@ class PoolingPlan:
 
 def is_embedding_model(directory: str | Path) -> bool:
     """Return True if files of sentence-transformers say that the checkpoint makes embeddings."""
-    return (Path(directory) / MODULES).is_file() and Stored.of(Path(directory)).method is not None
+    return (Path(directory) / MODULES.file).is_file() and Stored.of(Path(directory)).method is not None
 
 
 def _pooling_method(folder: Path) -> PoolingMethod:
     path = folder / "config.json"
-    config = read_json_object(path)
+    config = read_checked(path, POOLING)
+    if unknown := sorted(key for key in config if key.startswith("pooling_mode_") and key not in _OLD_MODES):
+        raise UnsupportedError(f"{path}: {', '.join(unknown)}: not implemented, and may change the numbers")
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for key, mode in _OLD_MODES.items() if config.get(key)] or "mean"
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _METHODS:
         raise UnsupportedError(f"{path}: pooling by {shown(modes)} isn't served, only one of {', '.join(_METHODS)}")
-    if config.get("include_prompt", True) is not True:
-        raise UnsupportedError(f"{path}: include_prompt = {shown(config['include_prompt'])} isn't served: prompts are pooled, too")
-    _only(path, config, {"word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt", *_OLD_MODES})
     return _METHODS[modes[0]]  # type: ignore[return-value]
 
 
 def _dense(folder: Path) -> StoredLayer:
     path = folder / "config.json"
-    config = read_json_object(path)
+    config = read_checked(path, DENSE)
     size = config.get("out_features")
     if type(size) is not int or size < 1:
         raise ModelLoadError(f"{path}: out_features: expected a size, got {shown(size)}")
-    for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, "sentence_embedding"):
-            raise UnsupportedError(f"{path}: {key} = {shown(config[key])} isn't served, only layers of whole embeddings")
-    if config.get("use_residual"):
-        raise UnsupportedError(f"{path}: use_residual isn't served")
-    _only(path, config, {"in_features", "out_features", "bias", "activation_function", "module_input_name", "module_output_name", "use_residual"})
     return StoredLayer(HeadLayer("linear", _activation(config.get("activation_function", "torch.nn.modules.activation.Tanh"), path)), folder, size)
 
 
 def _logit_tokens(folder: Path) -> tuple[int, int | None]:
     path = folder / "config.json"
-    config = read_json_object(path)
+    config = read_checked(path, LOGIT_SCORE)
     yes, no = config.get("true_token_id"), config.get("false_token_id")
     if type(yes) is not int or (no is not None and type(no) is not int):
         raise ModelLoadError(f"{path}: expected the ids true_token_id and perhaps false_token_id, got {shown(config)}")
-    _only(path, config, {"true_token_id", "false_token_id", "module_input_name"})
     return yes, no
 
 
 def _max_length(directory: Path) -> int | None:
-    """Return how many tokens of a text are used. Raises `UnsupportedError` for a key that changes the numbers and isn't implemented."""
-    path = directory / "sentence_bert_config.json"
-    config = read_json_object(path) if path.is_file() else {}
-    if config.get("do_lower_case"):
-        raise UnsupportedError(f"{path}: do_lower_case isn't served: only the tokenizer's own rules are")
-    if config.get("transformer_task", "feature-extraction") not in ("feature-extraction", "sequence-classification", "text-generation"):
-        raise UnsupportedError(f"{path}: transformer_task = {shown(config['transformer_task'])} isn't served")
-    for key in ("query_length", "document_length", "query_expansion", "processing_kwargs"):
-        if config.get(key):
-            raise UnsupportedError(f"{path}: {key} isn't served")
-    if "message" in (config.get("modality_config") or ()) and config.get("transformer_task") != "text-generation":
-        raise UnsupportedError(f"{path}: modality_config has 'message': texts in a chat template aren't served; without that, they are as they stand")
+    """Return how many tokens of a text are used. Raises `UnsupportedError` for what changes the
+    numbers and isn't implemented."""
+    paths = [directory / name for name in TRANSFORMER_FILES]
+    path = next((path for path in paths if path.is_file()), paths[0])
+    config = read_checked(path, TRANSFORMER)
+    task = config.get("transformer_task", "feature-extraction")
+    if task not in _OUTPUTS:
+        raise UnsupportedError(f"{path}: transformer_task = {shown(task)} isn't served")
+    _check_modalities(config.get("modality_config") or {}, task, path)
     length = config.get("max_seq_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ModelLoadError(f"{path}: max_seq_length: expected a number of tokens, got {shown(length)}")
-    return length
+    return _tokenizer_length(directory) if length is None else length
 
 
-def _only(path: Path, config: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := sorted(config.keys() - known):
-        raise UnsupportedError(f"{path}: {', '.join(unknown)}: not implemented, and may change the numbers")
+def _check_modalities(modalities: Any, task: str, path: Path) -> None:
+    """Raise `UnsupportedError` if texts aren't computed as usual."""
+    where = f"{path}: modality_config"
+    if not isinstance(modalities, Mapping):
+        raise ModelLoadError(f"{where}: expected keys and values, got {shown(modalities)}")
+    if "message" in modalities and task != "text-generation":
+        raise UnsupportedError(f"{where} has 'message': texts in a chat template aren't served; without that, they are as they stand")
+    usual = {"method": "forward", "method_output_name": _OUTPUTS[task]}
+    if (text := modalities.get("text", usual)) != usual:
+        raise UnsupportedError(f"{where}: text = {shown(text)} isn't served, only {usual}")
+
+
+def _tokenizer_length(directory: Path) -> int | None:
+    """Return the length that `tokenizer_config.json` stores, by which sentence-transformers cuts."""
+    path = directory / "tokenizer_config.json"
+    length = read_json_object(path).get("model_max_length") if path.is_file() else None
+    if length is None or (number := as_number(length)) is None or number > _NO_LENGTH:
+        return None
+    if number < 1 or number != int(number):
+        raise ModelLoadError(f"{path}: model_max_length: expected a number of tokens, got {shown(length)}")
+    return int(number)
 
 
 def _activation(name: Any, path: Path) -> str:
@@ -241,15 +284,20 @@ def _activation(name: Any, path: Path) -> str:
     return _TORCH_ACTIVATIONS[last]
 
 
-def _of_scores(config: Any, directory: Path) -> str:
-    """Return the activation of a classifier's scores."""
+def _stored_activation(config: Any, directory: Path) -> str | None:
+    """Return the activation of scores that sentence-transformers has stored in `config.json`."""
     own = getattr(config, "sentence_transformers", None)
     name = own.get("activation_fn") if isinstance(own, dict) else getattr(config, "sbert_ce_default_activation_function", None)
-    if name is not None:
-        return _activation(name, directory / "config.json")
+    return None if name is None else _activation(name, directory / "config.json")
+
+
+def _usual_activation(config: Any, directory: Path) -> str:
+    """Return the activation of a classifier that stores none: transformers' by the type of its
+    problem; of one label, sentence-transformers' if that has saved the checkpoint."""
+    if len(config.id2label) == 1 and (config.problem_type != "regression" or has_marks(directory, vars(config))):
+        return "sigmoid"
     by_problem = {"regression": "identity", "multi_label_classification": "sigmoid", "single_label_classification": "softmax"}
-    one = len(config.id2label) == 1
-    return "sigmoid" if one and config.problem_type != "regression" else by_problem.get(config.problem_type, "softmax")
+    return by_problem.get(config.problem_type, "softmax")
 
 
 def _score_tokens(directory: Path, asked: Any, stored: tuple[int, int | None] | None) -> tuple[tuple[int, int | None] | None, tuple[str, ...]]:

@@ -32,6 +32,7 @@ CLAUSES: Marks = {
         "*": held("hygiene.capabilities"),
     },
     "RowPooling": held("pooled", "pooled_settings"),
+    "RowPooling.of_pair": unchecked("most models activate both alike"),
     "RowPooling.second": unchecked("no model of the suite has token types"),
     "PoolingCapacity": {
         "can serve `tasks`": held("pooled", "pooled_beside"),
