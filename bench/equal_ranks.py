@@ -30,6 +30,7 @@ MODELS = {
     "experts": replace(SHAPES["qwen3-30b-a3b"], layers=6),
     "windows": replace(SHAPES["gemma-3-4b"], layers=8, window=32),
     "recurrent": replace(SHAPES["qwen3.5-4b"], layers=8),
+    "small": replace(SHAPES["qwen3-0.6b"], layers=2, hidden=64, intermediate=128, vocab=3000),
     "demo": None,
 }
 
@@ -90,6 +91,22 @@ def tokens_of(model: str, ranks: int, device: str, folder: Path) -> dict[str, An
     }
 
 
+def write_byte_level_tokenizer(shape: Shape, folder: Path) -> None:
+    """Replace the tokenizer by one whose tokens' bytes are known, as grammars need; name an EOS id."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{index}" for index in range(shape.vocab - len(alphabet))]
+    vocabulary = {token: index for index, token in enumerate(alphabet + words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    config["eos_token_id"] = shape.vocab - 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def compare(model: str, ranks: int, device: str) -> dict[str, Any]:
     """Run a model on one rank and on several, and count the equal sequences."""
     with tempfile.TemporaryDirectory() as directory:
@@ -97,6 +114,7 @@ def compare(model: str, ranks: int, device: str) -> dict[str, Any]:
         shape: Shape | None = MODELS[model]
         if shape is not None:
             write_checkpoint(shape, folder)
+            write_byte_level_tokenizer(shape, folder)
         one = apart(tokens_of, model, 1, device, folder)
         several = apart(tokens_of, model, ranks, device, folder)
     pairs = zip(one["tokens"], several["tokens"], strict=True)
