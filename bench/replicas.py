@@ -1,12 +1,14 @@
 """Replicas behind their router, on this machine: effects on clients when replicas are killed or replaced, and the router's costs and savings.
 
     python -m bench.replicas kills --seconds 120
+    python -m bench.replicas kills --seconds 120 --key secret --router
     python -m bench.replicas restart
     python -m bench.replicas router
     python -m bench.replicas prefixes
 
 Each starts `dovetail cluster up` with the demo model. `kills` kills one replica every ten seconds under load, `restart` does a rolling restart
-under load: clients, who try each request at most twice, must get all answers, with the tokens that the same seeds give without any of this. `router`
+under load: clients, who try each request at most twice, must get all answers, with the tokens that the same seeds give without any of this. With
+`--router` every other kill is the router's, and clients try again for 30 seconds; with `--key` the cluster requires that key. `router`
 compares the time to the first token with and without the router between. `prefixes` compares the share of prompt tokens that is found in a cache with
 that of one engine with the memory of all replicas.
 """
@@ -35,6 +37,7 @@ from urllib.parse import urlsplit
 from bench.soak import free_port
 
 UP_S, REQUEST_S = 240.0, 120.0
+ROUTER_BACK_S = 30.0  # for which clients try again while the router is started
 KV_BYTES = 24 * 2**20  # of K and V that a replica of `prefixes` has; the one engine has as much as all
 WORDS = (
     *("king", "crown", "sword", "night", "love", "grief", "honest", "noble", "blood", "sun"),
@@ -57,14 +60,17 @@ class Answer:
     output_tokens: int
 
 
-def ask(url: str, body: dict[str, Any]) -> Answer:
+def ask(url: str, body: dict[str, Any], key: str | None = None) -> Answer:
     """Send a streamed completion. Raises `Failed`."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=REQUEST_S)
     begun, first, texts, usage = time.perf_counter(), None, [], None
     try:
         whole = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}, **body}
-        connection.request("POST", "/v1/completions", json.dumps(whole), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        connection.request("POST", "/v1/completions", json.dumps(whole), headers)
         answer = connection.getresponse()
         if answer.status != 200:
             raise Failed(f"status {answer.status}: {answer.read(200)!r}")
@@ -99,11 +105,13 @@ def request(number: int, tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """Clients that send requests in a loop until stopped."""
+    """Clients that send requests in a loop until stopped. `tries_s`: for how long they try one again; 0: once."""
 
     url: str
     expected: Sequence[Answer]
     tokens: int
+    key: str | None = None
+    tries_s: float = 0.0
     answered: int = 0
     retried: int = 0
     failures: list[str] = field(default_factory=list)
@@ -128,7 +136,7 @@ class Load:
         while not self._stop.is_set():
             number = order.randrange(len(self.expected))
             try:
-                answer, retried = self._with_one_retry(request(number, self.tokens))
+                answer, retried = self._with_retries(request(number, self.tokens))
             except Failed as error:
                 with self._lock:
                     self.failures.append(str(error))
@@ -138,11 +146,17 @@ class Load:
                 self.retried += retried
                 self.different += answer.text != self.expected[number].text
 
-    def _with_one_retry(self, body: dict[str, Any]) -> tuple[Answer, bool]:
-        try:
-            return ask(self.url, body), False
-        except Failed:
-            return ask(self.url, body), True
+    def _with_retries(self, body: dict[str, Any]) -> tuple[Answer, bool]:
+        end, retried = time.monotonic() + self.tries_s, False
+        while True:
+            try:
+                return ask(self.url, body, self.key), retried
+            except Failed:
+                if retried and time.monotonic() >= end:
+                    raise
+            if retried:
+                time.sleep(0.2)
+            retried = True
 
     def told(self) -> dict[str, Any]:
         return {
@@ -157,10 +171,14 @@ class Load:
 class Cluster:
     """A running `dovetail cluster up`."""
 
-    def __init__(self, directory: Path, replicas: int, engine: dict[str, Any] | None = None, policy: str = "cache_aware") -> None:
+    def __init__(
+        self, directory: Path, replicas: int, engine: dict[str, Any] | None = None, policy: str = "cache_aware", key: str | None = None
+    ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._environment = {"OMP_NUM_THREADS": "1", **os.environ, "XDG_RUNTIME_DIR": str(directory)}  # replicas share the cores
+        if key is not None:
+            self._environment["DOVETAIL_API_KEYS"] = key
         file = directory / "cluster.yaml"
         settings = {"engine": engine or "demo", "name": "bench", "replicas": replicas, "router": {"port": port, "policy": policy}}
         file.write_text(json.dumps(settings))
@@ -201,35 +219,41 @@ class Cluster:
 
 
 @contextmanager
-def cluster(replicas: int, engine: dict[str, Any] | None = None, policy: str = "cache_aware") -> Iterator[Cluster]:
+def cluster(replicas: int, engine: dict[str, Any] | None = None, policy: str = "cache_aware", key: str | None = None) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as directory:
-        up = Cluster(Path(directory), replicas, engine, policy)
+        up = Cluster(Path(directory), replicas, engine, policy, key)
         try:
             yield up
         finally:
             up.close()
 
 
-def expected(up: Cluster, count: int, tokens: int) -> list[Answer]:
-    """Return the answers by seed of one undisturbed replica."""
-    url = up.serving()[0]["url"]
-    return [ask(url, request(number, tokens)) for number in range(count)]
+def expected(up: Cluster, count: int, tokens: int, key: str | None = None) -> list[Answer]:
+    """Return the answers by seed of one undisturbed replica; of the router with a `key`, which is none of the replicas'."""
+    url = up.serving()[0]["url"] if key is None else up.url
+    return [ask(url, request(number, tokens), key) for number in range(count)]
 
 
 def kills(arguments: argparse.Namespace) -> dict[str, Any]:
-    with cluster(arguments.replicas) as up:
-        load = Load(up.url, expected(up, arguments.prompts, arguments.tokens), arguments.tokens)
-        killed, waited = 0, 0
+    with cluster(arguments.replicas, key=arguments.key) as up:
+        answers = expected(up, arguments.prompts, arguments.tokens, arguments.key)
+        load = Load(up.url, answers, arguments.tokens, arguments.key, ROUTER_BACK_S if arguments.router else 0.0)
+        killed = {"replicas": 0, "routers": 0}
+        waited = 0
         with load.running(arguments.clients):
             end = time.monotonic() + arguments.seconds
             while time.monotonic() < end:
                 time.sleep(arguments.every)
+                if arguments.router and killed["routers"] < killed["replicas"]:
+                    os.kill(up.status()["router"]["pid"], signal.SIGKILL)
+                    killed["routers"] += 1
+                    continue
                 serving = up.serving()
                 if len(serving) < 2:  # on few cores a replica takes longer to start: the last one isn't taken from the clients
                     waited += 1
                     continue
                 os.kill(random.choice(serving)["pid"], signal.SIGKILL)
-                killed += 1
+                killed["replicas"] += 1
         return {"killed": killed, "not killed, because only one served": waited, **load.told()}
 
 
@@ -304,6 +328,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0, help="of kills")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between kills")
+    parser.add_argument("--router", action="store_true", help="kills: every other kill is the router's")
+    parser.add_argument("--key", help="kills: an API key that the cluster requires")
     parser.add_argument("--prompts", type=int, default=12, help="number of different requests, for kills and restart")
     parser.add_argument("--tokens", type=int, default=8, help="tokens per answer, for kills and restart")
     parser.add_argument("--requests", type=int, default=100, help="number of requests, for router, each way")

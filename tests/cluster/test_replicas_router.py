@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,8 +42,9 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 class Worker(BaseHTTPRequestHandler):
-    """Says what a server of Dovetail says where the router asks, and completes everything with yes."""
+    """Says what a server of Dovetail says where the router asks, and completes everything with yes, for those who have its key."""
 
+    key: ClassVar[str | None] = None
     answers: ClassVar[dict[str, Any]] = {
         "/health": {},
         "/ready": {},
@@ -54,13 +55,17 @@ class Worker(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._reply(self.answers.get(self.path))
 
+    def _is_allowed(self) -> bool:
+        return self.key is None or self.headers.get_all("Authorization") == [f"Bearer {self.key}"]
+
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self._reply({"choices": [{"text": "yes"}]} if self.path == "/v1/completions" else None)
 
     def _reply(self, value: Any) -> None:
         data = json.dumps(value).encode()
-        self.send_response(404 if value is None else 200)
+        found = 404 if value is None else 200
+        self.send_response(found if self.path in ("/health", "/ready") or self._is_allowed() else 401)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -70,13 +75,30 @@ class Worker(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def worker() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Worker)
+class KeyedWorker(Worker):
+    key = "internal"
+
+
+@contextmanager
+def serving(handler: type[Worker]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def worker() -> Iterator[str]:
+    with serving(Worker) as url:
+        yield url
+
+
+@pytest.fixture
+def keyed_worker() -> Iterator[str]:
+    """A worker that requires the key "internal"."""
+    with serving(KeyedWorker) as url:
+        yield url
 
 
 def settings() -> ClusterSettings:
@@ -152,7 +174,8 @@ def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(monkeyp
 
 
 @needs_smg
-def test_clients_need_their_own_key_and_may_not_change_the_replicas(worker: str) -> None:
+def test_clients_need_their_own_key_and_may_not_change_the_replicas(keyed_worker: str) -> None:
+    worker = keyed_worker
     with closing(SmgRouter(settings(), ("mine", "yours"), "internal")) as router:
         until(lambda: router.look() is not None)
         router.add(worker)
@@ -280,6 +303,34 @@ def test_a_port_that_is_taken_is_reported_before_anything_starts(worker: str, mo
         SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": port}}))
     with pytest.raises(ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"):
         SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port(), "metrics_port": port}}))
+
+
+@needs_smg
+def test_a_cluster_with_keys_serves_their_owners_in_every_api(tmp_path: Path) -> None:
+    """The whole cluster, of one replica."""
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "DOVETAIL_API_KEYS": "mine, yours"}
+    file, port = tmp_path / "cluster.yaml", free_port()
+    file.write_text(json.dumps({"engine": "demo", "name": "keyed", "replicas": 1, "router": {"port": port}}))
+    url = f"http://127.0.0.1:{port}"
+    message = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    bodies = {
+        "/v1/completions": {"model": "demo", "prompt": "ROMEO:", "max_tokens": 2},
+        "/v1/chat/completions": message,
+        "/v1/messages": message,
+        "/v1/responses": {"model": "demo", "input": "hi", "max_output_tokens": 2, "store": False},
+    }
+    up = subprocess.Popen(
+        [sys.executable, "-m", "dovetail", "cluster", "up", str(file)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        until(lambda: ask(f"{url}/ready")[0] == 200)
+        until(lambda: ask(f"{url}/v1/models", key="mine")[0] == 200)
+        for path, body in bodies.items():
+            told = {key: ask(f"{url}{path}", key=key, method="POST", body=body, timeout_s=60)[0] for key in (None, "other", "mine", "yours")}
+            assert told == {None: 401, "other": 401, "mine": 200, "yours": 200}, path
+    finally:
+        up.terminate()
+        up.wait(PATIENCE_S)
 
 
 @needs_smg

@@ -37,7 +37,9 @@ class SmgRouter:
         """
         check_installed()
         self._settings, self._keys, self._replica_key = settings, api_keys, replica_key
-        self._admin_key, self._gate_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self._admin_key = secrets.token_urlsafe(32)
+        # The replicas' own, if they need one: of the caller's key and the replica's, smg forwards the caller's since 1.13, and both before.
+        self._gate_key = replica_key or secrets.token_urlsafe(32)
         self.metrics_port = settings.router.metrics_port or _free_port()
         self._address = _free_address(settings.router.host, settings.router.port)
         _free_address("127.0.0.1", self.metrics_port)
