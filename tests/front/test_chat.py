@@ -183,6 +183,21 @@ def test_a_template_that_wants_arguments_as_text_gets_them(rendered: Any) -> Non
         assert rendered(CALLS_OF_TEXT, [USER, call]) == '<user>Hello\n<call>weather {"city": "Paris"}\n'
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Par', "[1]", "5", "no JSON", "[" * 9999])
+def test_arguments_that_are_no_json_object_are_replayed(rendered: Any, arguments: str) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+    shown = json.dumps({"INVALID_JSON": arguments})
+    assert f'"arguments": {shown}}}' in rendered(TOOLS, [USER, call, ANSWER])
+    assert f"<call>weather {shown}\n" in rendered(CALLS_OF_TEXT, [USER, call])
+
+
+def test_an_empty_list_of_calls_is_none(rendered: Any) -> None:
+    for content in ({"content": None}, {}, {"content": ""}):
+        assert rendered(TOOLS, [USER, {"role": "assistant", **content, "tool_calls": []}]) == rendered(TOOLS, [USER, {**ASSISTANT, "content": ""}])
+    seen = "{% for message in messages %}{{ message.content }}{{ message.tool_calls is defined }}{% endfor %}"
+    assert rendered(seen, [USER, {**ASSISTANT, "tool_calls": []}]).count("True") == 0
+
+
 def test_a_call_without_arguments_has_an_empty_mapping(rendered: Any) -> None:
     for function in ({"name": "now"}, {"name": "now", "arguments": ""}, {"name": "now", "arguments": None}):
         assert '"arguments": {}}' in rendered(TOOLS, [USER, {"role": "assistant", "tool_calls": [{"function": function}]}])
@@ -289,7 +304,8 @@ def test_a_template_that_cannot_be_used_is_refused(own: Any, given: Any, said: s
         ),
         ([{"role": "user"}], "messages[0]: it needs a content"),
         ([{**USER, "content": None}], "messages[0]: it needs a content"),
-        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0]: it needs a content"),
+        ([{"role": "assistant", "content": None}], "messages[0]: it needs a content"),
+        ([{**USER, "content": None, "tool_calls": []}], "messages[0]: it needs a content"),
         ([{**USER, "content": 5}], "messages[0].content must be text, or a list of parts, got 5"),
         ([{**USER, "content": {"text": "x"}}], "messages[0].content must be text, or a list of parts"),
         ([{**USER, "content": b"x"}], "messages[0].content must be text, or a list of parts"),
@@ -299,15 +315,7 @@ def test_a_template_that_cannot_be_used_is_refused(own: Any, given: Any, said: s
         ([{**CALLING, "tool_calls": "x"}], "messages[0].tool_calls must be a list"),
         ([{**CALLING, "tool_calls": [5]}], "messages[0].tool_calls[0] must be like"),
         ([{**CALLING, "tool_calls": [{"function": {"arguments": {}}}]}], "messages[0].tool_calls[0] must be like"),
-        (
-            [{**CALLING, "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],
-            "must be a mapping, or the JSON text of one, got '{'",
-        ),
-        (
-            [{**CALLING, "tool_calls": [{"function": {"name": "x", "arguments": "[]"}}]}],
-            "must be a mapping, or the JSON text of one, got '[]'",
-        ),
-        ([{**CALLING, "tool_calls": [{"function": {"name": "x", "arguments": "[" * 9999}}]}], "arguments must be a mapping"),
+        ([{**CALLING, "tool_calls": [{"function": {"name": "x", "arguments": []}}]}], "must be a mapping, or the JSON text of one, got []"),
         ([{**USER, "name": {1, 2}}], "must be plain JSON values"),
         ([USER, {**USER, "content": "x"}], "refuses this conversation: Roles must take turns"),
         ([{**USER, "content": "\ud800"}], "half a surrogate pair"),

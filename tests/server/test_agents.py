@@ -377,6 +377,40 @@ def test_a_single_call_needs_no_grammar(ask: Any, path: str, single: dict[str, A
 # What is refused
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+LOOK = {"type": "input_image", "image_url": "data:"}
+MEDIA: dict[str, tuple[str, str, dict[str, Any]]] = {  # path, place, what is sent
+    "an image": ("/v1/messages", "messages[0].content[0]", {"messages": [{"role": "user", "content": [IMAGE]}]}),
+    "a result's image": (
+        "/v1/messages",
+        "messages[0].content[0].content[0]",
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
+    ),
+    "a document": ("/v1/messages", "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}),
+    "a system image": ("/v1/messages", "system[0]", {"system": [IMAGE]}),
+    "responses: an image": ("/v1/responses", "input[0].content[0]", {"input": [{"role": "user", "content": [LOOK]}]}),
+    "responses: a result's image": (
+        "/v1/responses",
+        "input[0].output[0]",
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [LOOK]}]},
+    ),
+    "chat: an image": (
+        "/v1/chat/completions",
+        "messages[0].content[0]",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEDIA)
+def test_media_are_refused_by_their_place_and_type(ask: Any, name: str) -> None:
+    path, place, fields = MEDIA[name]
+    answer, engine = ask(path, **fields)
+    assert message_of(answer).startswith(f"{place} is of type '")
+    assert "text" in message_of(answer)
+    assert not engine.submitted
+
+
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {  # path, what is sent, what is said
     "Anthropic's web search": ("/v1/messages", {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]}, "searches no web"),
     "web fetch": ("/v1/messages", {"tools": [{"type": "web_fetch_20250910", "name": "web_fetch"}]}, "searches no web"),

@@ -129,6 +129,7 @@ async def test_reasoning_tokens_are_counted_in_the_usage_details(fake: Callable[
         lines = (await http.post("/v1/chat/completions", json=streamed)).text.split("\n\n")
         plain = (await http.post("/v1/chat/completions", json={**body, "chat_template": TEMPLATE})).json()
     assert [choice["message"]["reasoning_content"] for choice in whole["choices"]] == ["a b"] * 2
+    assert [plain["choices"][0]["message"][name] for name in ("reasoning", "reasoning_content")] == [None, None]
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * 4}
     assert json.loads(lines[-3].removeprefix("data: "))["usage"] == whole["usage"]
     assert "completion_tokens_details" not in plain["usage"]

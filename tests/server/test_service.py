@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import anthropic
 import httpx
+import openai
 import pytest
 
 from dovetail.errors import ConfigError, EngineDeadError
@@ -28,6 +30,25 @@ async def test_ping_answers_as_health(fake: Callable[..., FakeEngine]) -> None:
     assert [answer.status_code for answer in (*well, *dead)] == [200, 200, 503, 503]
     assert well[0].json() == well[1].json()
     assert dead[0].json() == dead[1].json()
+
+
+async def test_anthropics_clients_get_models_in_their_shape(fake: Callable[..., FakeEngine]) -> None:
+    engine = fake()
+    engine.adapters = {"one": "/one", "two": "/two"}
+    names = [engine.info.model, "one", "two"]
+    async with serving(engine) as url, anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0) as client:
+        assert [model.id async for model in client.models.list()] == names
+        assert [model.id async for model in client.models.list(limit=1)] == names, "page by page"
+        assert [model.id for model in (await client.models.list(limit=1, before_id="two")).data] == ["one"]
+        model = await client.models.retrieve("one")
+        assert (model.type, model.display_name, model.max_input_tokens) == ("model", "one", engine.info.intake.max_model_len)
+        with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+            await client.models.retrieve("three")
+        for wrong in ({"limit": 0}, {"limit": "x"}, {"after_id": "three"}, {"after_id": "one", "before_id": "two"}, {"page": 1}):
+            with pytest.raises(anthropic.BadRequestError, match="invalid_request_error"):
+                await client.models.list(extra_query=wrong)
+    async with serving(engine) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as other:
+        assert [model.id async for model in other.models.list()] == names
 
 
 async def test_load_counts_what_runs_and_what_waits(fake: Callable[..., FakeEngine]) -> None:

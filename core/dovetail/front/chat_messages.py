@@ -42,8 +42,12 @@ def _read_message(message: Any, place: str, template: str, texts: JsonTexts) -> 
         read["tool_calls"] = _read_tool_calls(read["tool_calls"], place, texts)
     if "content" in read:
         read["content"] = _read_content(read["content"], f"{place}.content")
-    elif not (read["role"] == "assistant" and read.get("tool_calls")):
+    elif read["role"] != "assistant" or "tool_calls" not in read:
         raise RequestError(f"{place}: it needs a content: only an assistant's message with tool_calls may have none")
+    elif not read["tool_calls"]:
+        read["content"] = ""
+    if not read.get("tool_calls", True):
+        del read["tool_calls"]  # templates may only look whether there is a list
     thoughts = next((read[name] for name in _REASONING if name in read), None)
     return read if thoughts is None else dict.fromkeys(_REASONING, thoughts) | read
 
@@ -85,11 +89,20 @@ def _read_tool_call(call: Any, place: str, texts: JsonTexts) -> dict[str, Any]:
         raise RequestError(f'{place} must be like {{"type": "function", "function": {{"name": "…", "arguments": {{…}}}}}}, got {shown(call)}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # as OpenAI's API has them
-        with contextlib.suppress(WrongJsonError):
-            arguments = texts.read(arguments or "{}")
+        arguments = _object_of(arguments or "{}", texts)
     if not isinstance(arguments, Mapping | None):
         raise RequestError(f"{place}.function.arguments must be a mapping, or the JSON text of one, got {shown(function['arguments'])}")
     return {**call, "function": {**function, "arguments": dict(arguments or {})}}
+
+
+def _object_of(arguments: str, texts: JsonTexts) -> dict[str, Any]:
+    """Arguments as the model wrote them, as a mapping. Those that aren't a JSON object (because the
+    answer was cut off, say) become `{"INVALID_JSON": "…"}`, so that their conversation goes on."""
+    with contextlib.suppress(WrongJsonError):
+        value = texts.read(arguments)
+        if isinstance(value, dict):
+            return value
+    return {"INVALID_JSON": arguments}
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]]:

@@ -87,7 +87,11 @@ ONLY = (
     *OPENAI_ONLY,
     Only("modalities", (["text"],), 'only ["text"] is supported: models here read and write text'),
     Only("audio", (), "models here write text"),
-    Only("prediction", (), "predicted outputs aren't supported"),
+    Only(
+        "prediction",
+        (),
+        "it would only be drafts, which the engine takes from the prompt (speculation in its config): leave it out",
+    ),
     Only("functions", (), "use tools, which replaced it"),
     Only("function_call", (), "use tool_choice, which replaced it"),
     Only("web_search_options", (), "the server searches no web"),

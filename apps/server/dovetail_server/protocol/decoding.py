@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_OF_TYPE = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
+_MEDIA = ("image", "document", "input_image", "input_file", "input_audio", "input_video", "image_url", "audio", "video", "file")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$", re.DOTALL)
 
 
@@ -60,6 +62,10 @@ def _explained(text: str, kind: Any, within: str = "") -> HttpError:
     if missing := _MISSING.match(reason):
         param = f"{place}.{missing[1]}" if place else missing[1]
         return HttpError(400, f"{param}: it is required", param=param, code="missing_parameter")
+    of_type = _OF_TYPE.match(reason)
+    if of_type and of_type[1] in _MEDIA and place.endswith(".type"):
+        place = place.removesuffix(".type")
+        return HttpError(400, f"{place} is of type {of_type[1]!r}; models here read text", param=place, code="unsupported_parameter")
     return HttpError(400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=place or None, code="invalid_type")
 
 

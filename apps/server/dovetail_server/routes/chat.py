@@ -128,8 +128,7 @@ def message_json(parts: AnswerParts) -> dict[str, Any]:
     ]
     content, reasoning = texts[PartKind.TEXT], texts[PartKind.REASONING]
     message: dict[str, Any] = {"role": "assistant", "content": content or None if calls else content, "refusal": None}
-    if reasoning:
-        message["reasoning_content"] = message["reasoning"] = reasoning
+    message["reasoning_content"] = message["reasoning"] = reasoning or None
     return message | ({"tool_calls": calls} if calls else {})
 
 

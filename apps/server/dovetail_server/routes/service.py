@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
 
+from starlette.datastructures import QueryParams
 from starlette.routing import Route
 
 from dovetail.errors import DISTRIBUTION, DovetailError
 from dovetail_server.batches.worker import BatchWorker
-from dovetail_server.errors import HttpError
+from dovetail_server.errors import HttpError, anthropic_shape
 from dovetail_server.exchange import Endpoint, Exchange
+from dovetail_server.protocol.models import ServedModel, anthropic_list, anthropic_model, openai_list, openai_model
 from dovetail_server.protocol.openapi import document
 
 
@@ -59,24 +60,39 @@ async def version(exchange: Exchange) -> None:
 
 
 async def models(exchange: Exchange) -> None:
-    await exchange.reply({"object": "list", "data": [_model(exchange, name) for name in (*exchange.server.models, *exchange.engine.adapters)]})
+    """List the models and adapters, in Anthropic's shape for clients that send its header."""
+    served = [_served(exchange, name) for name in (*exchange.server.models, *exchange.engine.adapters)]
+    if _speaks_anthropic(exchange):
+        query = QueryParams(exchange.scope["query_string"])
+        await exchange.reply(anthropic_list(served, query))
+    else:
+        await exchange.reply(openai_list(served))
 
 
 async def model(exchange: Exchange) -> None:
-    await exchange.reply(_model(exchange, exchange.server.model_named(exchange.scope["path_params"]["model"], adapters=True)))
+    """Describe one model or adapter, as `models` does."""
+    shape = anthropic_model if _speaks_anthropic(exchange) else openai_model
+    name = exchange.server.model_named(exchange.scope["path_params"]["model"], adapters=True)
+    await exchange.reply(shape(_served(exchange, name)))
 
 
-def _model(exchange: Exchange, name: str) -> dict[str, Any]:
+def _speaks_anthropic(exchange: Exchange) -> bool:
+    """Return True for a client of Anthropic's API, whose errors then have its shape, too."""
+    speaks = any(name == b"anthropic-version" for name, _ in exchange.scope["headers"])
+    if speaks:
+        exchange.shape = anthropic_shape
+    return speaks
+
+
+def _served(exchange: Exchange, name: str) -> ServedModel:
     info, adapter = exchange.engine.info, exchange.engine.adapters.get(name)
-    return {
-        "id": name,
-        "object": "model",
-        "created": exchange.server.started_at,
-        "owned_by": "dovetail",
-        "root": info.model if adapter is None else adapter,
-        "parent": None if adapter is None else exchange.server.models[0],
-        "max_model_len": info.intake.max_model_len,
-    }
+    return ServedModel(
+        id=name,
+        root=info.model if adapter is None else adapter,
+        parent=None if adapter is None else exchange.server.models[0],
+        created=exchange.server.started_at,
+        max_model_len=info.intake.max_model_len,
+    )
 
 
 def _check_health(exchange: Exchange) -> None:
