@@ -253,7 +253,11 @@ class Request:
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen: a step makes thousands, and frozen ones take four times as long
 class Logprob:
-    """The log-probability of a token under the raw distribution (before temperature, filters and penalties). `rank` 1 is the likeliest token."""
+    """The log-probability of a token under the raw distribution (before temperature, filters and penalties). `rank` 1 is the likeliest token.
+
+    `decoded_token` is what the token adds to the text before it: nothing if it ends within a character. A special token that the text leaves out has
+    its name instead.
+    """
 
     logprob: float
     rank: int | None = None

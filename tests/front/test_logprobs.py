@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.executor import HostLogprobs
-from dovetail.front.logprobs import MOST_STEPS, LogprobLog, TokenLogprobs, TokenTexts
+from dovetail.front.logprobs import MOST_STEPS, LogprobLog, TokenLogprobs
 from dovetail.request import Logprob, TokenLogprobMap
 from tests.support import examples
 
@@ -35,7 +35,7 @@ def plain(hosts: HostLogprobs, position: int, asked: int) -> TokenLogprobMap:
 @examples(quick=40, full=500)
 @given(st.lists(st.sampled_from(["add", "add", "add", "many", "read", "drain"]), max_size=12), st.integers(0, 3))
 def test_a_log_gives_what_came_since_it_was_drained(acts: list[str], asked: int) -> None:
-    log, model, total = LogprobLog(asked, TokenTexts(None)), [], 0.0
+    log, model, total = LogprobLog(asked, None), [], 0.0
     for number, act in enumerate(acts):
         for count in range({"add": 1, "many": MOST_STEPS + 3}.get(act, 0)):
             hosts = step(100 * number + count)
@@ -54,7 +54,7 @@ def test_a_log_gives_what_came_since_it_was_drained(acts: list[str], asked: int)
 
 def test_they_read_like_a_list() -> None:
     hosts = step(0, rows=5)
-    read = TokenLogprobs.of_steps([(hosts, position) for position in range(5)], 3, TokenTexts(None))
+    read = TokenLogprobs.of_steps([(hosts, position) for position in range(5)], 3, None)
     model = [plain(hosts, position, 3) for position in range(5)]
     assert (read[2], read[-1], list(read[1:4]), len(read), list(reversed(read))) == (model[2], model[-1], model[1:4], 5, model[::-1])
     assert read == model
@@ -67,7 +67,7 @@ def test_they_read_like_a_list() -> None:
 
 
 def test_a_log_keeps_few_steps_with_the_rows_of_others() -> None:
-    log, steps = LogprobLog(1, TokenTexts(None)), []
+    log, steps = LogprobLog(1, None), []
     for number in range(5 * MOST_STEPS):
         hosts = step(number, rows=50)
         steps.append(weakref.ref(hosts.token_ids))

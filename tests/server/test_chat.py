@@ -102,16 +102,17 @@ def test_logprobs_of_parts_of_a_character_have_the_bytes_that_make_it_up(openai_
     spelled = [token_speller(tokenizer)(token) for token in range(1024)]
     assert [bytes(one.bytes) for one in told] == [spelled[token] for token in choice.token_ids]
     assert b"".join(bytes(one.bytes) for one in told).decode(errors="replace") == choice.message.content
+    assert all(one.token == "".join(f"\\x{byte:02x}" for byte in one.bytes) for one in told)
     assert all(bytes(one.bytes) in spelled for position in told for one in position.top_logprobs)
     chunks = [chunk.choices[0] for chunk in ask(openai_client, **options, stream=True)]
     assert [one.bytes for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == [one.bytes for one in told]
 
 
-def test_bytes_that_a_tokenizer_does_not_tell_are_null() -> None:
-    """One written in Python says only what text it makes of a token."""
-    logprobs = [{5: Logprob(-1.0, 1, "\ufffd")}, {6: Logprob(-1.0, 1, "é")}]
+def test_without_a_tokenizers_bytes_a_token_has_those_of_the_text_that_it_adds() -> None:
+    """A tokenizer written in Python says only what text it makes of tokens."""
+    logprobs = [{5: Logprob(-1.0, 1, "")}, {6: Logprob(-1.0, 1, "é")}]
     told = logprobs_json(CompletionOutput(0, "", (5, 6), logprobs=logprobs), 0, TransformersTokenizer(transformers.ByT5Tokenizer()))
-    assert [one["bytes"] for one in told] == [None, list("é".encode())]
+    assert [(one["token"], one["bytes"]) for one in told] == [("", []), ("é", list("é".encode()))]
 
 
 def test_logprobs_say_each_token_with_its_bytes(openai_client: openai.OpenAI) -> None:

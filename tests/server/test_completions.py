@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -130,6 +132,35 @@ def test_echo_puts_the_prompt_before_the_text_and_its_logprobs(openai_client: op
     assert logprobs.token_logprobs[0] is None
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
     assert all(choice.text[at:].startswith(token) for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True))
+
+
+def text_of(tokens: Sequence[str]) -> str:
+    """The text of tokens as this API names them: parts of a character are named by their bytes."""
+    named = [re.fullmatch(r"bytes:((?:\\x[0-9a-f]{2})+)", token) for token in tokens]
+    spelled = [bytes.fromhex(match[1].replace("\\x", "")) if match else token.encode() for match, token in zip(named, tokens, strict=True)]
+    return b"".join(spelled).decode(errors="replace")
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"skip_special_tokens": False}])
+@pytest.mark.parametrize("prompt", ["é", "naïve 😀 x", "漢字", demo_tokenizer().encode("a é 漢", special_tokens=False)], ids=repr)
+def test_tokens_are_the_texts_and_offsets_their_running_lengths(openai_client: openai.OpenAI, prompt: Any, options: Any) -> None:
+    asked: Any = {"echo": True, "logprobs": 5, "max_tokens": 24, "temperature": 1.8, **options}
+    answer = ask(openai_client, prompt, **asked)
+    choices = [chunk.choices[0] for chunk in answer] if options.get("stream") else answer.choices
+    text = "".join(choice.text for choice in choices)
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert text_of(tokens) == text
+    whole_characters = [text_of(tokens[:place]).rstrip("\ufffd") for place in range(len(tokens))]
+    assert offsets == [len(before) for before in whole_characters]
+    alternatives = [top for choice in choices for top in choice.logprobs.top_logprobs][1:]
+    assert {len(top) for top in alternatives} == {5}
+
+
+def test_offsets_of_a_character_of_two_tokens(openai_client: openai.OpenAI) -> None:
+    logprobs = ask(openai_client, "é", echo=True, logprobs=0, max_tokens=1).choices[0].logprobs
+    assert logprobs.tokens[:2] == [r"bytes:\xc3", r"bytes:\xa9"]
+    assert logprobs.text_offset == [0, 0, 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])

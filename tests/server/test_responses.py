@@ -269,7 +269,7 @@ def test_a_texts_logprobs_are_reported_streamed_or_not(openai_client: OpenAI, to
 
 def test_all_tokens_of_a_character_have_logprobs_and_so_has_what_comes_before_it() -> None:
     parts = AnswerParts()
-    logprobs = [{"token": "\ufffd", "bytes": [byte]} for byte in "\U0001f642".encode()]
+    logprobs = [{"token": f"\\x{byte:02x}", "bytes": [byte]} for byte in "\U0001f642".encode()]
     parts.add([Content("a\U0001f642")], [{"token": "<mark>", "bytes": list(b"<mark>")}, {"token": "a", "bytes": [97]}, *logprobs])
     assert b"".join(bytes(one["bytes"]) for one in parts.parts[0].logprobs).decode() == "a\U0001f642"
 
@@ -279,7 +279,7 @@ def test_only_a_texts_tokens_have_logprobs() -> None:
     reader = AnswerReader(parser_named("hermes", "think", tools=[TOOL]))
     for token in ("<think>", "a", "</think>", "b", " <", "c", '<tool_call>{"name": ', '"f"}', "</tool_call>", "d", ""):
         sample = CompletionOutput(0, token, (1,), finish_reason=None if token else "stop")
-        parts.add(reader.read(sample), [{"token": token}])
+        parts.add(reader.read(sample), [{"token": token, "bytes": list(token.encode())}])
     assert [[one["token"] for one in part.logprobs] for part in parts.parts] == [[], ["b", " <", "c"], [], ["d"]]
 
 

@@ -134,7 +134,7 @@ class ComponentTokenizer(Tokenizer):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         pieces = byte_pieces(self, skip_special_tokens)
         assert pieces is not None
-        return b"".join([pieces[token_id] for token_id in token_ids]).decode(errors="replace")
+        return pieces.joined(token_ids).decode(errors="replace")
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:
         return [self.bytes_of(token_id).decode(errors="replace") for token_id in token_ids]

@@ -114,6 +114,9 @@ class BytePieces(dict[int, bytes]):
         piece = self[token_id] = b"" if token_id in self._skipped else self._bytes_of(token_id)
         return piece
 
+    def joined(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join([self[token_id] for token_id in token_ids])
+
 
 class PieceTexts(dict[int, str | None]):
     """Token id -> its text, None if its bytes aren't whole characters."""
@@ -151,8 +154,7 @@ class ByteLevelText:
     def append(self, token_ids: Sequence[int]) -> str:
         if self._between and len(token_ids) == 1 and (text := self._texts[token_ids[0]]) is not None:
             return text
-        pieces = self._pieces
-        text = self._decoder.decode(b"".join([pieces[token_id] for token_id in token_ids]))
+        text = self._decoder.decode(self._pieces.joined(token_ids))
         self._between = not self._decoder.getstate()[0]
         return text
 
@@ -182,6 +184,11 @@ class WindowText:
 
     def flush(self) -> str:
         return self._release(self._decode(self._ids), 0) if self._held else ""
+
+    def following(self, token_id: int) -> str:
+        """Return what `append` would for one more token, without adding it."""
+        text = self._decode([*self._ids, token_id])
+        return "" if text.endswith("\ufffd") else text[len(self._before) :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, self._skip)

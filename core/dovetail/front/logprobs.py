@@ -12,22 +12,9 @@ from dovetail.api.executor import HostLogprobs
 from dovetail.request import Logprob, TokenLogprobMap
 
 if TYPE_CHECKING:
-    from dovetail.front.tokenizer import Tokenizer
+    from dovetail.front.token_texts import TextsInOrder, TokenTexts
 
 MOST_STEPS = 64  # whose results a log keeps as they came, other requests' rows and all
-
-
-class TokenTexts(dict[int, str | None]):
-    """Token id -> its text by itself, in which half a character is U+FFFD; None for all without a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-
-    def __missing__(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        text = self[token] = self.tokenizer.decode([token])
-        return text
 
 
 class TokenLogprobs(Sequence[TokenLogprobMap]):
@@ -40,22 +27,33 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
 
     __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
 
-    def __init__(self, token_ids: NDArray[Any], logprobs: NDArray[Any], ranks: NDArray[Any], texts: TokenTexts) -> None:
+    def __init__(self, token_ids: NDArray[Any], logprobs: NDArray[Any], ranks: NDArray[Any], texts: TextsInOrder | None) -> None:
         """`token_ids` [n, 1 + k], `logprobs` [n, 1 + k], `ranks` [n] of the tokens themselves."""
         self._token_ids, self._logprobs, self._ranks, self._texts = token_ids, logprobs, ranks, texts
 
     @classmethod
-    def of_steps(cls, steps: Sequence[tuple[HostLogprobs, int]], asked: int, texts: TokenTexts) -> TokenLogprobs:
-        """Collect the log-probabilities of tokens, each at a position of its step's, and the first `asked` alternatives. Keeps no step's arrays."""
+    def of_steps(cls, steps: Sequence[tuple[HostLogprobs, int]], asked: int, texts: TokenTexts | None) -> TokenLogprobs:
+        """Collect the log-probabilities of tokens, each at a position of its step's, and the first `asked` alternatives. Adds the tokens to `texts`,
+        None without a tokenizer. Keeps no step's arrays."""
         token_ids = np.array([hosts.token_ids[position, : 1 + asked] for hosts, position in steps])
         logprobs = np.array([hosts.logprobs[position, : 1 + asked] for hosts, position in steps])
-        return cls(token_ids, logprobs, np.array([hosts.ranks[position] for hosts, position in steps]), texts)
+        ranks = np.array([hosts.ranks[position] for hosts, position in steps])
+        return cls(token_ids, logprobs, ranks, None if texts is None else texts.append(token_ids[:, 0].tolist()))
 
     @classmethod
     def joined(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
-        """One or more, one after the other."""
+        """Return one or more parts of the same tokens, one after the other."""
         token_ids, logprobs, ranks = zip(*((part._token_ids, part._logprobs, part._ranks) for part in parts), strict=True)
-        return cls(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks), parts[0]._texts)
+        texts = parts[0]._texts
+        for part in parts[1:]:
+            if texts is not None and part._texts is not None:
+                texts = texts.joined(part._texts)
+        return cls(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks), texts)
+
+    def end(self, rest: str) -> None:
+        """Add the rest of the text, U+FFFD, to that of the last token, which has none, or a name alone."""
+        if self._texts is not None:
+            self._texts.own[-1] = rest + self._texts.own[-1]
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -63,14 +61,14 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
     @overload
     def __getitem__(self, index: int) -> TokenLogprobMap: ...
     @overload
-    def __getitem__(self, index: slice) -> TokenLogprobs: ...
-    def __getitem__(self, index: int | slice) -> TokenLogprobMap | TokenLogprobs:
+    def __getitem__(self, index: slice) -> list[TokenLogprobMap]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobMap | list[TokenLogprobMap]:
         if isinstance(index, slice):
-            return TokenLogprobs(self._token_ids[index], self._logprobs[index], self._ranks[index], self._texts)
-        return self._map(self._token_ids[index].tolist(), self._logprobs[index].tolist(), int(self._ranks[index]))
+            return [self._map(place) for place in range(len(self))[index]]
+        return self._map(range(len(self))[index])
 
     def __iter__(self) -> Iterator[TokenLogprobMap]:
-        return map(self._map, self._token_ids.tolist(), self._logprobs.tolist(), self._ranks.tolist())
+        return map(self._map, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenLogprobs | list | tuple):
@@ -85,23 +83,26 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
 
-    def _map(self, ids: list[int], values: list[float], rank: int) -> TokenLogprobMap:
-        own, texts = ids[0], self._texts
-        entries: TokenLogprobMap = {own: Logprob(values[0], rank, texts[own])}
+    def _map(self, index: int) -> TokenLogprobMap:
+        ids: list[int] = self._token_ids[index].tolist()
+        values: list[float] = self._logprobs[index].tolist()
+        texts = [None] * len(ids) if self._texts is None else self._texts.of(index, ids)
+        own = ids[0]
+        entries: TokenLogprobMap = {own: Logprob(values[0], int(self._ranks[index]), texts[0])}
         for place in range(1, len(ids)):
             token = ids[place]
             if token != own:
-                entries[token] = Logprob(values[place], place, texts[token])
+                entries[token] = Logprob(values[place], place, texts[place])
         return entries
 
 
 class LogprobLog:
-    """The log-probabilities of one sample's tokens, as they come."""
+    """The log-probabilities of a sequence's tokens, as they come: of a sample, or of a prompt."""
 
     __slots__ = ("_asked", "_parts", "_steps", "_texts", "cumulative")
 
-    def __init__(self, asked: int, texts: TokenTexts) -> None:
-        """`asked`: alternatives a token."""
+    def __init__(self, asked: int, texts: TokenTexts | None) -> None:
+        """`asked`: alternatives a token. `texts`: None without a tokenizer."""
         self._asked, self._texts = asked, texts
         self._steps: list[tuple[HostLogprobs, int]] = []
         self._parts: list[TokenLogprobs] = []
@@ -113,6 +114,13 @@ class LogprobLog:
         self._steps.append((hosts, position))
         if len(self._steps) >= MOST_STEPS:
             self._pack()
+
+    def end(self) -> None:
+        """End the text: a character that it begins and doesn't complete is U+FFFD of its last token."""
+        self._pack()
+        rest = "" if self._texts is None else self._texts.flush()
+        if rest and self._parts:
+            self._parts[-1].end(rest)
 
     def read(self) -> Sequence[TokenLogprobMap]:
         """Return all of them, or all since `drain`."""

@@ -9,7 +9,8 @@ from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dovetail.engine.finish import Finish
-from dovetail.front.logprobs import LogprobLog, TokenLogprobs, TokenTexts
+from dovetail.front.logprobs import LogprobLog
+from dovetail.front.token_texts import TokenTexts, texts_of_prompt
 from dovetail.pooling import PoolingOutput, PoolingRequestOutput
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
@@ -77,7 +78,7 @@ EngineOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
 class RequestGroup(Generic[S]):
     """One user request: its samples, and what the outputs of all have in common."""
 
-    __slots__ = ("kind", "metrics", "params", "pools", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
+    __slots__ = ("kind", "metrics", "params", "pools", "prompt", "prompt_log", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class RequestGroup(Generic[S]):
         self.samples = samples
         self.metrics = RequestMetrics(samples[0].arrival_time)
         self.prompt_logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
+        self.prompt_log: LogprobLog | None = None  # once there are any
 
     def update_metrics(self) -> None:
         """Bring `metrics` up to date, but for the time of the end."""
@@ -114,7 +116,7 @@ class SampleOutput:
 
     __slots__ = ("finish", "group", "index", "logprobs", "plain", "pooled", "request", "sent_tokens", "text", "unread", "watches")
 
-    def __init__(self, group: RequestGroup[Any], index: int, text: IncrementalText | None, texts: TokenTexts) -> None:
+    def __init__(self, group: RequestGroup[Any], index: int, text: IncrementalText | None, log: LogprobLog | None) -> None:
         params = group.params
         self.group = group
         self.index = index
@@ -124,7 +126,7 @@ class SampleOutput:
         self.unread: list[int] = []  # tokens that aren't part of the text yet
         self.finish: Finish | None = None
         self.pooled: NDArray[np.float32] | None = None  # its result, if it pools
-        self.logprobs = None if params.logprobs is None else LogprobLog(params.logprobs, texts)
+        self.logprobs = log
         self.sent_tokens = 0  # of its tokens, already part of a delta
         # Nothing but tokens to report, one by one or at the end: the quick way.
         self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and group.kind is not OutputKind.CUMULATIVE
@@ -170,20 +172,12 @@ class OutputBuilder:
         """`as_ids`: the type of the token ids in outputs."""
         self._samples: dict[SampleState, SampleOutput] = {}
         self._as_ids = as_ids
-        self._texts = {True: TokenTexts(tokenizer), False: TokenTexts(None)}  # for log-probabilities; whether a request wants text
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._texts[True].tokenizer
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Tokenizer) -> None:
-        self._texts[True].tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def expect(self, group: RequestGroup[Any], texts: Sequence[IncrementalText | None]) -> None:
         """Take note of a request that was given to the core; `texts` has one for each sample."""
         for index, (request, text) in enumerate(zip(group.samples, texts, strict=True)):
-            self._samples[request] = SampleOutput(group, index, text, self._texts[group.params.detokenize])
+            self._samples[request] = SampleOutput(group, index, text, self._log_of(group))
 
     def forget(self, group: RequestGroup[Any]) -> None:
         """Nothing more will be delivered of it."""
@@ -297,19 +291,42 @@ class OutputBuilder:
 
     def _finish(self, sample: SampleOutput, finish: Finish, now: float) -> None:
         sample.finish = finish
+        if sample.logprobs is not None:
+            sample.logprobs.end()
         if sample.text is not None:
             sample.read()
             sample.text.flush(stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop")
         sample.group.metrics.finished_time = now
 
     def _add_prompt_logprobs(self, group: RequestGroup[Any], hosts: HostLogprobs) -> None:
-        known, params = group.prompt_logprobs, group.params
+        known = group.prompt_logprobs
         if known is None:
             return
+        if group.prompt_log is None:
+            group.prompt_log = self._prompt_log_of(group)
         left = len(group.prompt_token_ids) - len(known)  # 0 in a re-prefill after a preemption: they are there already
-        steps = [(hosts, position) for position in range(min(left, len(hosts.ranks)))]
-        if steps:
-            known.extend(TokenLogprobs.of_steps(steps, params.prompt_logprobs or 0, self._texts[params.detokenize]))
+        added = min(left, len(hosts.ranks))
+        for position in range(added):
+            group.prompt_log.add(hosts, position)
+        if added == left:
+            group.prompt_log.end()
+        known.extend(group.prompt_log.drain())
+
+    def _log_of(self, group: RequestGroup[Any]) -> LogprobLog | None:
+        params, tokenizer = group.params, self.tokenizer
+        if params.logprobs is None:
+            return None
+        if tokenizer is None or not params.detokenize:
+            return LogprobLog(params.logprobs, None)
+        return LogprobLog(params.logprobs, TokenTexts(tokenizer, params.skip_special_tokens, group.prompt_token_ids))
+
+    def _prompt_log_of(self, group: RequestGroup[Any]) -> LogprobLog:
+        asked, tokenizer = group.params.prompt_logprobs or 0, self.tokenizer
+        if tokenizer is None or not group.params.detokenize:
+            return LogprobLog(asked, None)
+        texts = texts_of_prompt(tokenizer, group.prompt, group.prompt_token_ids)
+        texts.append(group.prompt_token_ids[:1])
+        return LogprobLog(asked, texts)
 
 
 def by_sample(samples: Sequence[K], token_ids: Sequence[int]) -> Iterable[tuple[K, tuple[int, ...]]]:

@@ -91,7 +91,7 @@ class AnswerParts:
         only have a text together."""
         waiting, self._logprobs = self._logprobs, []
         begin = len(waiting)
-        while begin and (_length(waiting[begin:]) < len(text) or waiting[begin - 1]["token"].strip("\ufffd") == ""):
+        while begin and (_length(waiting[begin:]) < len(text) or _begins_within(waiting[begin])):
             begin -= 1
         return waiting[begin:]
 
@@ -120,4 +120,10 @@ class AnswerParts:
 
 def _length(logprobs: Sequence[dict[str, Any]]) -> int:
     """Return the number of characters of some tokens."""
-    return len(b"".join(bytes(one["bytes"]) if one.get("bytes") else one["token"].encode() for one in logprobs).decode(errors="replace"))
+    return len(b"".join(bytes(one["bytes"]) for one in logprobs).decode(errors="replace"))
+
+
+def _begins_within(logprob: dict[str, Any]) -> bool:
+    """True if a token begins within a character, or has no bytes."""
+    spelled = logprob["bytes"]
+    return not spelled or spelled[0] & 0xC0 == 0x80

@@ -3,15 +3,13 @@ the one form that the server answers: the bodies of all chat APIs convert themse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from dovetail.errors import UnsupportedError
 from dovetail.front.chat import ChatOptions
-from dovetail.front.grammars import token_speller
+from dovetail.front.token_texts import speller
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.lora import LoRARequest
 from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
@@ -209,19 +207,26 @@ def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> l
 
 
 def _logprob_json(token: int, one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`bytes` are the token's own and may be an incomplete character; null if unknown."""
-    text, spell = one.decoded_token or "", speller(tokenizer)
-    spelled = spell(token) if spell is not None else None if "\ufffd" in text else text.encode()
-    return {"token": text, "logprob": at_least(one.logprob), "bytes": None if spelled is None else list(spelled)}
+    """`bytes` are the token's own. Those of a part of a character, which has no text, are its `token` as well, as OpenAI writes them."""
+    text, spelled = token_bytes(token, one.decoded_token or "", tokenizer)
+    return {"token": escaped(spelled) if text is None else text, "logprob": at_least(one.logprob), "bytes": list(spelled)}
 
 
-@lru_cache(maxsize=8)
-def speller(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
-    """Return what `token_speller` does; None where it raises `UnsupportedError`."""
+def token_bytes(token: int, text: str, tokenizer: Tokenizer) -> tuple[str | None, bytes]:
+    """Return a token's own text, None for a part of a character, and its bytes. `text`: what it adds to the text before it."""
+    spell = speller(tokenizer)
+    spelled = text.encode(errors="replace") if spell is None else spell(token)
     try:
-        return token_speller(tokenizer)
-    except UnsupportedError:
-        return None
+        own = spelled.decode()
+    except UnicodeDecodeError:
+        return None, spelled
+    if text.endswith(own):  # perhaps after U+FFFD for bytes before it
+        return own, spelled
+    return text, text.encode(errors="replace")  # without the space that begins a text
+
+
+def escaped(spelled: bytes) -> str:
+    return "".join([f"\\x{byte:02x}" for byte in spelled])
 
 
 def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> list[dict[str, Any] | None] | None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from dovetail.front.chat import ChatOptions
 from dovetail.front.request_checks import cuts
+from dovetail.front.token_texts import speller
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams, changed_unchecked
@@ -25,7 +26,7 @@ from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.decoding import unsupported
 from dovetail_server.protocol.messages import MessagesRequest
-from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json, speller
+from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json
 from dovetail_server.protocol.reasoning import AskedReasoning
 from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.protocol.structured import CallDemand

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from starlette.routing import Route
 
 from dovetail.front.request_checks import cuts
-from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
+from dovetail.front.token_texts import texts_of_prompt, unwritten
+from dovetail.front.tokenizer import Tokenizer
+from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
 from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.protocol.completions import CompletionRequest
-from dovetail_server.protocol.openai_common import at_least, engine_fields, likeliest, prompt_logprobs_json
+from dovetail_server.protocol.openai_common import at_least, engine_fields, escaped, likeliest, prompt_logprobs_json, token_bytes
 from dovetail_server.protocol.structured import read_demand
 from dovetail_server.routes.answering import constrained
 from dovetail_server.routes.choices import Choices, ChunkStream, token_ids_of_prompt, usage_of
@@ -40,31 +41,54 @@ async def completions(exchange: Exchange) -> None:
 
 
 class Logprobs:
-    """Log-probabilities of one sample's tokens in this API's format. Offsets count characters of the sample's text."""
+    """Log-probabilities of one choice's tokens in this API's format. A part of a character is written as "bytes:\\xc3". Offsets count characters of
+    the choice's text before a token: a token that the text leaves out, or that only begins a character, takes none."""
 
-    def __init__(self, top: int) -> None:
-        self._top, self._offset = top, 0
+    def __init__(self, top: int, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._top, self._tokenizer = top, tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._offset = 0
 
-    def of_prompt(self, output: RequestOutput, texts: Sequence[str]) -> dict[str, list[Any]]:
-        made = _no_logprobs()
-        for token, text, position in zip(output.prompt_token_ids, texts, output.prompt_logprobs or (), strict=False):
-            self._add(made, text, None if position is None else position[int(token)], position)
+    def of_prompt(self, output: RequestOutput, text: str) -> dict[str, list[Any]]:
+        """`text`: the prompt's, of which a cut prompt's tokens are the end."""
+        made, ids = _no_logprobs(), output.prompt_token_ids
+        left_out = unwritten(self._tokenizer, output.prompt, ids)
+        source = texts_of_prompt(self._tokenizer, output.prompt, ids)
+        texts = source.append(ids).own
+        texts[-1] += source.flush()
+        written = [0 if place in left_out else len(one) for place, one in enumerate(texts)]
+        self._offset = max(0, len(text) - sum(written))
+        for token, own, length, position in zip(map(int, ids), texts, written, output.prompt_logprobs or (), strict=False):
+            self._add(made, token, own, length, position)
         return made
 
     def of_sample(self, sample: CompletionOutput) -> dict[str, list[Any]]:
         made = _no_logprobs()
         for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
-            one = position[token]
-            self._add(made, one.decoded_token or "", one, position)
+            text = position[token].decoded_token or ""
+            length = len(text) - (len(self._tokenizer.decode([token])) if token in self._skipped else 0)
+            self._add(made, token, text, length, position)
         return made
 
-    def _add(self, made: dict[str, list[Any]], text: str, one: Logprob | None, position: TokenLogprobMap | None) -> None:
-        made["tokens"].append(text)
-        made["token_logprobs"].append(None if one is None else at_least(one.logprob))
-        top = None if position is None else {other.decoded_token or "": at_least(other.logprob) for _, other in likeliest(position, self._top)}
-        made["top_logprobs"].append(top)
+    def _add(self, made: dict[str, list[Any]], token: int, text: str, length: int, position: TokenLogprobMap | None) -> None:
+        """`length`: the characters that the token adds to the choice's text."""
+        made["tokens"].append(self._name(token, text))
+        made["token_logprobs"].append(None if position is None else at_least(position[token].logprob))
+        made["top_logprobs"].append(None if position is None else self._likeliest(position))
         made["text_offset"].append(self._offset)
-        self._offset += len(text)
+        self._offset += length
+
+    def _likeliest(self, position: TokenLogprobMap) -> dict[str, float]:
+        """Return the likeliest tokens by name. Of tokens with one name, only the likeliest has it."""
+        named: dict[str, float] = {}
+        for token, one in likeliest(position, self._top):
+            name = self._name(token, one.decoded_token or "")
+            named[f"token_id:{token}" if name in named else name] = at_least(one.logprob)
+        return named
+
+    def _name(self, token: int, text: str) -> str:
+        own, spelled = token_bytes(token, text, self._tokenizer)
+        return f"bytes:{escaped(spelled)}" if own is None else own
 
 
 def _no_logprobs() -> dict[str, list[Any]]:
@@ -79,7 +103,7 @@ class CompletionChoices(Choices):
     def __init__(self, exchange: Exchange, body: CompletionRequest, n: int, stream: ChunkStream | None, first: int) -> None:
         super().__init__(exchange, body, n, stream, first=first, is_plain=body.logprobs is None)
         self._body = body
-        self._logprobs = [None if body.logprobs is None else Logprobs(body.logprobs) for _ in range(n)]
+        self._logprobs = [self._new_logprobs() for _ in range(n)]
         self._whole = [self._choice(index, text="") | {"logprobs": None if body.logprobs is None else _no_logprobs()} for index in range(n)]
         self._texts: list[list[str]] = [[] for _ in range(n)]
 
@@ -126,7 +150,12 @@ class CompletionChoices(Choices):
         """Return the prompt's text, and its log-probabilities."""
         tokenizer, ids = self.exchange.engine.tokenizer, token_ids_of_prompt(output)
         text = output.prompt if output.prompt is not None else tokenizer.decode(ids)
-        return text, None if log is None else log.of_prompt(output, [tokenizer.decode([token]) for token in ids])
+        return text, None if log is None else log.of_prompt(output, text)
+
+    def _new_logprobs(self) -> Logprobs | None:
+        if self._body.logprobs is None:
+            return None
+        return Logprobs(self._body.logprobs, self.exchange.engine.tokenizer, self._body.skip_special_tokens is not False)
 
 
 def without_answer(output: RequestOutput) -> RequestOutput:
