@@ -90,7 +90,8 @@ def of_pairs(side: str = "right") -> tuple[tokenizers.Tokenizer, TransformersTok
     library.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A", pair="<|endoftext|> $A <|endoftext|> $B:1 <|endoftext|>:1", special_tokens=[("<|endoftext|>", 0)]
     )
-    own = transformers.PreTrainedTokenizerFast(tokenizer_object=library, truncation_side=side)
+    names = ["input_ids", "token_type_ids"]
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=library, truncation_side=side, model_input_names=names)
     return tokenizers.Tokenizer.from_str(library.to_str()), TransformersTokenizer(own)
 
 

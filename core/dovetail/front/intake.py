@@ -215,6 +215,7 @@ class Intake:
 
     def _check_chars(self, chars: int, cut: bool) -> None:
         facts = self.facts
+        cut = cut or (facts.pooling is not None and facts.pooling.cut_at is not None)
         if chars:  # otherwise no tokenizer is needed
             request_checks.check_prompt_chars(chars, facts.limits, facts.max_model_len, self._tokenizer(), cut=cut)
 
@@ -239,7 +240,7 @@ class Intake:
         can = self.pooling.facts
         pooling = can.row_pooling(params)
         text, given = self._read_prompt(prompt, params)
-        given = self.pooling.cut(given, params)
+        given = self.pooling.cut(given, params, is_text=text is not None)
         if len(given) > can.max_tokens:
             cut = "" if params.truncate_prompt_tokens else "; truncate_prompt_tokens=-1 cuts it"
             raise RequestError(f"the prompt has {len(given)} tokens, and at most {can.max_tokens} fit ({can.limit}){cut}")

@@ -22,7 +22,7 @@ from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.json_files import read_json_object
 from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import OutputKind, SamplingParams
-from dovetail.sentence_transformers_files import OWN_FILE, SIMILARITIES, read_own
+from dovetail.sentence_transformers_files import OWN_FILE, SIMILARITIES, has_marks, read_own
 
 QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # names of stored prompts for the two sides of a search
 YES_OR_NO = (  # Qwen3-Reranker's, with its default instruction
@@ -53,6 +53,7 @@ class PoolingFacts:
     default_prompt: str | None = None  # the name of one for texts that name none
     template: str | None = None  # of a pair; None: the tokenizer's form of a pair
     similarity: str = "cosine"  # of two embeddings: a key of `SIMILARITY`
+    cut_at: int | None = None  # tokens to which texts are cut unless requests say otherwise; None: they aren't cut
     call_of: Mapping[str, str] = field(default_factory=lambda: dict(PYTHON_CALLS))  # what callers call for each task, for errors
 
     @classmethod
@@ -66,13 +67,15 @@ class PoolingFacts:
             raise ModelLoadError(f"{path}: prompts must map names to texts, got {shown(prompts)}")
         if default is not None and default not in prompts:
             raise ModelLoadError(f"{path}: default_prompt_name {shown(default)} names none of its prompts")
-        config = model_dir / "config.json"
-        if template is None and capacity.generates and config.exists() and read_json_object(config).get("model_type") == "qwen3":
+        path = model_dir / "config.json"
+        config = read_json_object(path) if path.exists() else {}
+        if template is None and capacity.generates and config.get("model_type") == "qwen3":
             template = YES_OR_NO
         fits_step = not capacity.indivisible or max_model_len <= max_step_tokens
         most, limit = (max_model_len, "max_model_len") if fits_step else (max_step_tokens, "max_num_batched_tokens")
         similarity = stored.get("similarity_fn_name") or SIMILARITIES[0]
-        return cls(capacity, most, limit, dict(prompts), default, template, similarity)
+        cut_at = max_model_len if has_marks(model_dir, config) else None  # as sentence-transformers does
+        return cls(capacity, most, limit, dict(prompts), default, template, similarity, cut_at)
 
     @property
     def calls(self) -> str:
@@ -199,10 +202,11 @@ class PoolingIntake:
             return self._stored(name)
         return ""
 
-    def cut(self, token_ids: Sequence[Any], params: PoolingParams) -> Sequence[Any]:
-        """Truncate a prompt as its parameters say, at the side that the tokenizer names, but keep the special tokens around it. Raises
-        `RequestError`."""
-        if (most := self._most(params)) is None or len(token_ids) <= most:
+    def cut(self, token_ids: Sequence[Any], params: PoolingParams, *, is_text: bool = True) -> Sequence[Any]:
+        """Truncate a prompt as its parameters say, otherwise a text as the checkpoint does: at the
+        side that the tokenizer names, keeping the special tokens around it. Raises `RequestError`."""
+        most = self._most(params) if is_text or cuts(params) else None
+        if most is None or len(token_ids) <= most:
             return token_ids
         head, tail = self._tokenizer().around
         begun = len(head) if list(token_ids[: len(head)]) == head else 0
@@ -256,7 +260,10 @@ class PoolingIntake:
 
     def _most(self, params: PoolingParams) -> int | None:
         """Return the number of tokens to which a prompt is cut; None: it isn't."""
-        return self.facts.max_tokens if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+        asked = params.truncate_prompt_tokens
+        if asked is None:
+            return self.facts.cut_at
+        return self.facts.max_tokens if asked == -1 else asked
 
     def _plan_cosines(self, pairs: Sequence[tuple[str, str]], params: PoolingParams) -> ScorePlan:
         if params.task not in (None, "embed", "score"):

@@ -236,8 +236,14 @@ class TransformersTokenizer(Tokenizer):
                 kept = kept_of_pair(encoded.sequence_ids(place), most, left=self.truncates_left)
                 ids = [ids[index] for index in kept]
                 types = [types[index] for index in kept]
-            made.append(TokenizedText("\n".join(pair), ids, types.index(1) if 1 in types else None))
+            second = types.index(1) if 1 in types and self._tells_types else None
+            made.append(TokenizedText("\n".join(pair), ids, second))
         return made
+
+    @property
+    def _tells_types(self) -> bool:
+        """True if models are given the token types: `model_input_names` of tokenizer_config.json."""
+        return "token_type_ids" in self.own.model_input_names
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:

@@ -95,7 +95,9 @@ class Stored:
             raise ModelLoadError(f"{own}: truncate_dim: expected a size, got {shown(size)}")
         path = directory / MODULES.file
         if not path.is_file():
-            return cls(activation=activation, size=size)
+            raw = read_json_object(directory / "config.json") if (directory / "config.json").is_file() else {}
+            length = _tokenizer_length(directory) if has_marks(directory, raw) else None
+            return cls(activation=activation, max_length=length, size=size)
         found: dict[str, list[Path]] = {}
         for module in read_json_list(path):
             kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
