@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +23,7 @@ from dovetail.front.adapters import AdapterStore
 from dovetail.front.lora_files import WEIGHTS, AdapterFiles, read_adapter
 from dovetail.front.vllm_args import translated
 from dovetail.testing.fake_executor import ADAPTED, expected_tokens
-from tests.adapters import install_fake, write_adapter
+from tests.adapters import config_of, install_fake, write_adapter
 from tests.registry.fakes import Site
 
 CAPACITY = AdapterCapacity(2, 16, ADAPTED)
@@ -280,3 +284,54 @@ def test_many_threads_get_what_they_ask_for(tmp_path: Path) -> None:
         thread.join()
     store.close()
     assert not wrong
+
+
+SLOW_PATTERNS = {f"\\w{{100}}{number}": 4 for number in range(1_000)}
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "said"),
+    [
+        ("MEMORY_BYTES", 1 << 20, "takes more than 1 MiB of memory"),
+        pytest.param("CPU_S", 0.0, "takes more than 0 s", marks=pytest.mark.slow),  # a process has 1 s in any case
+    ],
+)
+def test_reading_an_adapter_is_bounded_and_the_next_is_read(
+    bound: str, value: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = AdapterStore(CAPACITY, 4, threads=1)
+    good, bad = write_adapter(tmp_path / "a"), write_adapter(tmp_path / "b", config_of(rank_pattern=SLOW_PATTERNS))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"dovetail.front.adapters.{bound}", value)
+            patch.setattr("dovetail.front.adapters.MEMORY_A_BYTE", 0 if bound == "MEMORY_BYTES" else 8)
+            assert said in str(store.get(LoRARequest("a", 1, str(bad))).copy.exception())
+        assert store.get(LoRARequest("b", 2, str(good))).digest == digest(good)
+    finally:
+        store.close()
+
+
+KILLED = """
+import sys, time
+from dovetail.api.executor import AdapterCapacity
+from dovetail.front.adapters import AdapterStore
+from dovetail.lora import LoRARequest
+from dovetail.testing.fake_executor import ADAPTED
+store = AdapterStore(AdapterCapacity(2, 16, ADAPTED), 4)
+print(store.get(LoRARequest("a", 1, sys.argv[1])).path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_copy_outlives_an_engine_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(write_adapter(tmp_path / "a"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as process:
+        assert process.stdout is not None
+        copy = Path(process.stdout.readline().strip())
+        assert copy.is_relative_to(tmp_path)
+        assert copy.is_file()
+        process.kill()
+    deadline = time.monotonic() + 60
+    while copy.parent.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,8 +1,9 @@
-"""`AdapterStore`: the LoRA adapters that an engine keeps on its host. Reads them in threads of its own, while their requests wait."""
+"""`AdapterStore`: the LoRA adapters that an engine keeps on its host. Processes read them, while their requests wait."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import weakref
@@ -15,23 +16,77 @@ from tempfile import TemporaryDirectory
 
 from dovetail.api.executor import AdapterCapacity
 from dovetail.errors import RequestError, describe
-from dovetail.front.lora_files import AdapterContent, AdapterFiles, read_adapter
+from dovetail.front.lora_files import AdapterFiles, most_bytes
+from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
 from dovetail.lora import LoRARequest
 
 logger = logging.getLogger("dovetail")
+
+_WORKER = Path(__file__).with_name("adapter_worker.py")
+CPU_S, BYTES_A_CPU_S = 3.0, 20e6  # processor time to read an adapter: what it may take in any case, and the slowest rate
+WALL_S, BYTES_A_WALL_S = 60.0, 1e6  # the same for a disk that is slow
+MEMORY_BYTES, MEMORY_A_BYTE = 1 << 30, 8  # address space
 
 
 class HostCopy:
     """An adapter's normalized file, which is removed with this object."""
 
-    def __init__(self, content: AdapterContent, path: Path) -> None:
-        try:
-            content.write(path)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        self.digest, self.path = content.digest, str(path)
+    def __init__(self, digest: str, path: Path) -> None:
+        self.digest, self.path = digest, str(path)
         weakref.finalize(self, partial(path.unlink, missing_ok=True)).atexit = False  # the directory goes then
+
+
+class _Readers:
+    """Processes that read adapters into a folder, which goes with them, even if this process is killed."""
+
+    def __init__(self, capacity: AdapterCapacity, most: int) -> None:
+        self._capacity = capacity
+        self._processes = WorkerProcesses(most, self._start)
+        self._folder: TemporaryDirectory[str] | None = None
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+
+    def read(self, files: AdapterFiles) -> HostCopy:
+        """Return a checked copy of an adapter. Raises `RequestError` naming the file and what is wrong, or the limit that reading it exceeds."""
+        size = min(sum(one[2] for one in files.seen), most_bytes(self._capacity))
+        cpu_s = CPU_S + size / BYTES_A_CPU_S
+        memory_bytes = MEMORY_BYTES + MEMORY_A_BYTE * size
+        path = self._new_path()
+        request = {"config": str(files.config), "weights": str(files.weights), "target": str(path)}
+        limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
+        capacity = self._capacity
+        takes = {"slots": capacity.slots, "max_rank": capacity.max_rank, "modules": dict(capacity.modules)}
+        try:
+            with self._processes.one() as process:
+                answer = process.ask(json.dumps({**request, **limits, **takes}).encode(), WALL_S + size / BYTES_A_WALL_S)
+        except WorkerEndedError as ended:
+            path.unlink(missing_ok=True)
+            with self._processes.one():  # another, which removes the folder if this process is killed
+                pass
+            most = {"time": f"takes more than {cpu_s:.0f} s", "memory": f"takes more than {memory_bytes >> 20} MiB of memory"}
+            raise RequestError(f"reading it {most.get(ended.reason, 'ended the process that did')}") from None
+        if "refused" in answer:
+            path.unlink(missing_ok=True)
+            raise RequestError(answer["refused"])
+        return HostCopy(answer["digest"], path)
+
+    def close(self) -> None:
+        self._processes.close()
+        with self._lock:
+            if self._folder is not None:
+                self._folder.cleanup()
+
+    def _new_path(self) -> Path:
+        return Path(self._made_folder()) / f"{next(self._numbers)}.safetensors"
+
+    def _made_folder(self) -> str:
+        with self._lock:
+            if self._folder is None:
+                self._folder = TemporaryDirectory(prefix="dovetail-adapters-", ignore_cleanup_errors=True)
+            return self._folder.name
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess("reads adapters", _WORKER, self._made_folder())
 
 
 class RequestedAdapter:
@@ -79,8 +134,7 @@ class AdapterStore:
 
     def __init__(self, capacity: AdapterCapacity, most: int, *, threads: int = 2) -> None:
         self.capacity, self._most = capacity, most
-        self._folder = TemporaryDirectory(prefix="dovetail-adapters-", ignore_cleanup_errors=True)
-        self._numbers = itertools.count()
+        self._readers = _Readers(capacity, threads)
         self._threads = ThreadPoolExecutor(threads, "dovetail-adapters")
         self._lock = threading.Lock()
         self._looking: dict[str, _Looking] = {}
@@ -140,7 +194,7 @@ class AdapterStore:
             self._names.clear()
             self._pinned.clear()
             self._copies.clear()
-        self._folder.cleanup()
+        self._readers.close()
 
     # In a thread
 
@@ -176,15 +230,14 @@ class AdapterStore:
                 self._copies.move_to_end(known.digest)
                 known.request = request
                 return self._copies[known.digest]
-        content = read_adapter(files, self.capacity)
+        copy = self._readers.read(files)
         if AdapterFiles.find(request.lora_path, within) != files:
             raise RequestError("its files were changed while they were read: write them to another directory, and rename that")
-        copy = self._alive.get(content.digest) or HostCopy(content, Path(self._folder.name) / f"{next(self._numbers)}.safetensors")
         with self._lock:
-            self._alive[content.digest] = copy
-            self._names[request.lora_name] = _Known(request, files, content.digest)
-            self._copies[content.digest] = copy
-            self._copies.move_to_end(content.digest)
+            copy = self._alive.setdefault(copy.digest, copy)  # equal adapters share a copy
+            self._names[request.lora_name] = _Known(request, files, copy.digest)
+            self._copies[copy.digest] = copy
+            self._copies.move_to_end(copy.digest)
             self._evict()
         return copy
 

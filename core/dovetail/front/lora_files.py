@@ -1,5 +1,5 @@
 """Reads LoRA adapters in PEFT's format and checks them against the model: `read_adapter`. Files are untrusted: whatever is wrong with one becomes a
-`RequestError`. Needs no torch, and runs in a thread of `dovetail.front.adapters`.
+`RequestError`. Needs no torch, and runs in a process of its own: see `adapter_worker`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,30 @@ import json
 import math
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from dovetail.api.executor import AdapterCapacity
+from dovetail.bounded_json import JsonBounds, WrongJsonError, read_json
 from dovetail.checks import as_number, plain_integer, shown
 from dovetail.errors import RequestError
-from dovetail.json_files import is_deep
+from dovetail.json_files import MAX_DEPTH
+
+T = TypeVar("T")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MERGE = "merge the adapter into its base model with PEFT's merge_and_unload, and serve that"
 _MAX_CONFIG, _MAX_HEADER, _SLACK = 1 << 20, 16 << 20, 1 << 20  # bytes
+_MAX_NAME, _MAX_PATTERNS = 512, 1_000  # characters of a module's name; patterns that aren't plain names
+_CONFIG_BOUNDS = JsonBounds(parts=100_000, depth=MAX_DEPTH)
+_TENSOR_PARTS, _OTHER_PARTS = 7, 1_000  # of a header: for each tensor, and for its metadata
+_MAX_DIMENSION = 1 << 40
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # of tensors, as numpy reads them
 _REFUSED = {  # options of PEFT's config that change more than linear layers by A and B; any value but None, False and an empty one
     "use_dora": "DoRA also scales the weights",
@@ -59,6 +67,7 @@ _KEEPS_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")  # values 
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r".*\.(\d+)\.")
 _TAIL = re.compile(r"\blayers?\.\d.*")
+_PLAIN = re.compile(r"[\w.-]+")  # a pattern that is a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +122,17 @@ class AdapterContent:
                 file.write(tensor.tobytes())
 
 
+def most_bytes(capacity: AdapterCapacity) -> int:
+    """Return the largest size of the file of weights, in float64."""
+    return 8 * capacity.max_rank * sum(map(sum, capacity.modules.values())) + _MAX_HEADER + _SLACK
+
+
 def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterContent:
     """Read and check an adapter for a model of that capacity. Raises `RequestError` naming the file and what is wrong."""
     config_bytes = _read(files.config, _MAX_CONFIG, "that is no config of an adapter")
     config = _Config.read(config_bytes, capacity.max_rank)
-    most = 8 * capacity.max_rank * sum(map(sum, capacity.modules.values())) + _MAX_HEADER + _SLACK
-    weights = _read(files.weights, most, f"no adapter of rank {capacity.max_rank} for this model is as large")
-    tensors = _tensors(weights)
+    weights = _read(files.weights, most_bytes(capacity), f"no adapter of rank {capacity.max_rank} for this model is as large")
+    tensors = _tensors(weights, 2 * len(capacity.modules))
     modules = _paired(tensors, capacity)
     config.check_modules(modules)
     header: dict[str, dict[str, Any]] = {}
@@ -154,8 +167,8 @@ class _Config:
 
     rank: int
     alpha: float
-    ranks: Mapping[str, int]  # pattern of modules' names -> rank
-    alphas: Mapping[str, float]
+    ranks: _Patterns[int]
+    alphas: _Patterns[float]
     rs: bool  # rank-stabilized: the scale is alpha / sqrt(rank)
     targets: tuple[str, ...]  # ends of modules' names; empty: a pattern chose them
     layers: frozenset[int]  # empty: all
@@ -163,16 +176,15 @@ class _Config:
     @classmethod
     def read(cls, content: bytes, max_rank: int) -> _Config:
         try:
-            config = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"{CONFIG} isn't valid JSON: {error}") from None
-        if not isinstance(config, dict) or is_deep(config):
+            config = read_json(content, _CONFIG_BOUNDS)
+        except WrongJsonError as error:
+            raise RequestError(f"{CONFIG}: {error}") from None
+        if not isinstance(config, dict):
             raise RequestError(f"{CONFIG} must be an object")
         _refuse(config)
         rank, alpha = _rank("r", config.get("r")), _alpha("lora_alpha", config.get("lora_alpha"))
-        ranks = {key: _rank("rank_pattern", value) for key, value in _patterns(config, "rank_pattern")}
-        alphas = {key: _alpha("alpha_pattern", value) for key, value in _patterns(config, "alpha_pattern")}
-        if (most := max(rank, *ranks.values(), 0)) > max_rank:
+        ranks, alphas = _Patterns.read(config, "rank_pattern", _rank), _Patterns.read(config, "alpha_pattern", _alpha)
+        if (most := max(rank, *ranks.values, 0)) > max_rank:
             raise RequestError(f"{CONFIG}: it has rank {most}, and this engine takes {max_rank} at most: raise adapters.max_rank (max_lora_rank)")
         if type(config.get("use_rslora", False)) is not bool:
             raise RequestError(f"{CONFIG}: use_rslora must be true or false, got {shown(config['use_rslora'])}")
@@ -186,19 +198,21 @@ class _Config:
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Return the rank of a module's adapter, and the factor of its product."""
-        rank, alpha = _matching(self.ranks, module, self.rank), _matching(self.alphas, module, self.alpha)
+        rank, alpha = self.ranks.value_of(module, self.rank), self.alphas.value_of(module, self.alpha)
         return rank, 0.0 if rank == 0 else alpha / (math.sqrt(rank) if self.rs else rank)
 
     def check_modules(self, names: Iterable[str]) -> None:
         """Raise `RequestError` unless there are weights for just the modules that the config names."""
-        names, layers = list(names), set[int]()
+        wanted, found, layers = set(self.targets), set[str](), set[int]()
         for name in names:
-            if self.targets and not any(_ends_with(name, target) for target in self.targets):
+            ends = wanted.intersection(_ends_of(name))
+            if wanted and not ends:
                 raise RequestError(f"{WEIGHTS}: {name} isn't among the target_modules of {CONFIG}")
+            found |= ends
             if (number := _LAYER.match(name)) is not None:
                 layers.add(int(number[1]))
         for target in self.targets:
-            if not any(_ends_with(name, target) for name in names):
+            if target not in found:
                 raise RequestError(f"{WEIGHTS} has no weights for {shown(target)}, which {CONFIG} names in target_modules: is it whole?")
         if self.layers and self.layers != layers:
             raise RequestError(
@@ -232,6 +246,8 @@ def _paired(
         raise RequestError(f"{WEIGHTS} has no tensors")
     sides: dict[str, dict[str, tuple[str, NDArray[Any]]]] = {}
     for name, tensor in tensors.items():
+        if len(name) > _MAX_NAME:
+            raise RequestError(f"{WEIGHTS}: {shown(name)} has more than {_MAX_NAME} characters")
         if (match := _KEY.fullmatch(name)) is None:
             kind = "an adapter of embeddings" if "lora_embedding" in name else "a magnitude of DoRA" if "lora_magnitude" in name else "no A or B"
             raise RequestError(f"{WEIGHTS}: {shown(name)} is {kind} of a linear layer, which isn't served; {MERGE}")
@@ -254,24 +270,30 @@ def _paired(
     return paired
 
 
-def _tensors(content: bytes) -> dict[str, tuple[str, NDArray[Any]]]:
-    """Return the dtypes and tensors of a safetensors file by name; those of BF16 as unsigned integers."""
+def _tensors(content: bytes, most: int) -> dict[str, tuple[str, NDArray[Any]]]:
+    """Return the dtypes and tensors of a safetensors file of at most `most` by name; those of BF16 as unsigned integers."""
     size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or not 2 <= size <= min(_MAX_HEADER, len(content) - 8):
         raise RequestError(f"{WEIGHTS} isn't a whole safetensors file")
     try:
-        header = json.loads(content[8 : 8 + size])
+        header = read_json(content[8 : 8 + size], JsonBounds(_TENSOR_PARTS * most + _OTHER_PARTS, 3))
+    except WrongJsonError as error:
+        raise RequestError(f"{WEIGHTS}: its header isn't that of an adapter for this model: {error}") from None
+    try:
         entries = [(name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file") from None
     tensors, end = {}, 0
-    if not all(_is_list_of([*shape, begin, after], int) for _, _, shape, begin, after in entries):
-        raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file")
+    for name, _, shape, begin, after in entries:
+        if not isinstance(shape, list) or not _is_list_of([begin, after], int) or not 0 <= begin <= after <= len(content):
+            raise RequestError(f"{WEIGHTS}: its header isn't that of a safetensors file")
+        if len(shape) > 2 or not _is_list_of(shape, int) or not all(0 <= one < _MAX_DIMENSION for one in shape):
+            raise RequestError(f"{WEIGHTS}: {shown(name)}: A and B must be matrices")
     for name, dtype, shape, begin, after in sorted(entries, key=lambda entry: entry[3:]):
         if dtype not in _DTYPES:
             raise RequestError(f"{WEIGHTS}: {shown(name)} is of type {shown(dtype)}: an adapter has {', '.join(_DTYPES)}")
         count = math.prod(shape)
-        if min(shape, default=0) < 0 or begin != end or after - begin != count * np.dtype(_DTYPES[dtype]).itemsize or 8 + size + after > len(content):
+        if begin != end or after - begin != count * np.dtype(_DTYPES[dtype]).itemsize or 8 + size + after > len(content):
             raise RequestError(f"{WEIGHTS} isn't a whole safetensors file: {shown(name)} would be at bytes {begin} to {after}")
         tensors[name] = dtype, np.frombuffer(content, _DTYPES[dtype], count, 8 + size + begin).reshape(shape)
         end = after
@@ -298,25 +320,53 @@ def _read(path: Path, most: int, too_large: str) -> bytes:
     return content
 
 
-def _patterns(config: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    """Return the items of a mapping from patterns of modules' names. Raises `RequestError` for a pattern that may take forever."""
-    patterns = config.get(name) or {}
-    if not isinstance(patterns, Mapping):
-        raise RequestError(f"{CONFIG}: {name} must map modules' names, got {shown(patterns)}")
-    for pattern in patterns:
-        repeats = len(re.findall(r"[*+{]", pattern))
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} is no pattern: {error}") from None
-        if repeats > 3 or re.search(r"\)[*+{]", pattern) or len(pattern) > 1_000:
-            raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} repeats too much to be matched: name the modules")
-    return [*patterns.items()]
+@dataclass(frozen=True, slots=True)
+class _Patterns(Generic[T]):
+    """A mapping of PEFT from patterns of modules' names. A name has the value of the first pattern that it ends with."""
+
+    values: list[T]
+    names: Mapping[str, int]  # patterns that are plain names -> index of the value
+    others: list[tuple[int, SchemaValidator]]  # ascending
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], name: str, value_of: Callable[[str, Any], T]) -> _Patterns[T]:
+        """Raises `RequestError` for what is no pattern, or one that can't be matched in linear time."""
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, Mapping):
+            raise RequestError(f"{CONFIG}: {name} must map modules' names, got {shown(patterns)}")
+        names: dict[str, int] = {}
+        others: list[tuple[int, SchemaValidator]] = []
+        for index, pattern in enumerate(patterns):
+            if _PLAIN.fullmatch(pattern):
+                names[pattern] = index
+            elif len(others) == _MAX_PATTERNS:
+                raise RequestError(f"{CONFIG}: {name} has more than {_MAX_PATTERNS} patterns: name the modules")
+            else:
+                others.append((index, _matcher(pattern, name)))
+        return cls([value_of(name, value) for value in patterns.values()], names, others)
+
+    def value_of(self, module: str, otherwise: T) -> T:
+        first = min((self.names[end] for end in _ends_of(module) if end in self.names), default=len(self.values))
+        for index, matcher in self.others:
+            if index > first:
+                break
+            if matcher.isinstance_python(module):
+                first = index
+                break
+        return otherwise if first == len(self.values) else self.values[first]
 
 
-def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that a module's name ends with, as PEFT does."""
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module)), otherwise)
+def _matcher(pattern: str, name: str) -> SchemaValidator:
+    """Return a validator of the names that end with a pattern, as PEFT matches it, but in linear time: by Rust's regular expressions."""
+    if len(pattern) > _MAX_NAME:
+        raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} has more than {_MAX_NAME} characters: name the modules")
+    try:
+        for whole in (pattern, rf"^(?:.*\.)?(?:{pattern})$"):
+            matcher = SchemaValidator(core_schema.str_schema(pattern=whole, regex_engine="rust-regex"))
+    except SchemaError as error:
+        reason = " ".join(str(error).split())[-200:]
+        raise RequestError(f"{CONFIG}: {name}: {shown(pattern)} is no pattern that can be matched in linear time: {reason}") from None
+    return matcher
 
 
 def _rank(name: str, value: Any) -> int:
@@ -335,8 +385,13 @@ def _is_list_of(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(one) is kind for one in value)
 
 
-def _ends_with(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+def _ends_of(name: str) -> Iterator[str]:
+    """Yield a module's name without none, one, two, … of its first parts."""
+    yield name
+    place = name.find(".")
+    while place >= 0:
+        yield name[place + 1 :]
+        place = name.find(".", place + 1)
 
 
 def _tail(module: str) -> str:
