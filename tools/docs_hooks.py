@@ -28,6 +28,7 @@ from dovetail.config_schema import json_schema
 from dovetail.file_keys import FileKeys, NoEffect, Refused
 from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
+from dovetail.front.vllm_groups import GROUPS
 from dovetail.limits import Limits
 from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
@@ -190,7 +191,10 @@ def built_in_components() -> str:
 def vllm_arguments() -> str:
     """Return a table of how arguments of other engines are translated."""
     rows = ["| argument | here | values | anything else |", "|---|---|---|---|"]
+    grouped = {name for group in GROUPS for name in group.defaults}
     for row in TABLE.values():
+        if row.name in grouped:
+            continue
         here = f"`{row.key}`" if row.key else "left out"
         examples = _code(*map(repr, row.taken)) if row.refused else "any"
         values = row.says if row.key else f"{examples}: {row.says}"
@@ -198,13 +202,25 @@ def vllm_arguments() -> str:
     return "\n".join(rows)
 
 
+def vllm_groups() -> str:
+    """Return a table of the arguments of vLLM that have no counterpart, by the reason why."""
+    rows = ["| arguments | other values than vLLM's default |", "|---|---|"]
+    for group in GROUPS:
+        what = "ignored" if group.advisory else "refused"
+        rows.append(f"| {_code(*group.defaults)} | {what}: {group.reason} |")
+    return "\n".join(rows)
+
+
 def vllm_flags() -> str:
     """Return a table of the flags of vLLM's server that have another name here, or none."""
-    from dovetail_server.engine_flags import LEFT_OUT, REFUSED, RENAMED
+    from dovetail_server.vllm_flags import GROUPS as FLAG_GROUPS
+    from dovetail_server.vllm_flags import RENAMED
 
     rows = ["| vLLM | here |", "|---|---|", *(f"| `{flag}` | `{ours}` |" for flag, ours in RENAMED.items())]
-    rows += [f"| `{flag}` | left out: {why} |" for flag, why in LEFT_OUT.items()]
-    return "\n".join([*rows, *(f"| `{flag}` | refused: {instead} |" for flag, instead in REFUSED.items())])
+    for group in FLAG_GROUPS:
+        what = "left out" if group.advisory else "refused, but for vLLM's default"
+        rows.append(f"| {_code(*group.defaults)} | {what}: {group.reason} |")
+    return "\n".join(rows)
 
 
 def api_versions() -> str:
@@ -386,6 +402,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "api changes": api_changes,
     **{f"keys of {table.file}": partial(file_keys, table) for table in FILE_KEYS},
     "vllm arguments": vllm_arguments,
+    "vllm groups": vllm_groups,
     "vllm flags": vllm_flags,
     **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},
     "help": help_text,

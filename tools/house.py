@@ -34,6 +34,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.pooling",
         "dovetail.sampling_params",
         "dovetail.structured",
+        "dovetail.vllm_only",
         "dovetail.limits",
         "dovetail.bounded_json",
         "dovetail.checks",

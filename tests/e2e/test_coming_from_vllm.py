@@ -95,6 +95,10 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
         for name in ("pooler_config", "override_pooler_config")
     },
     "logits_processors": [(None, {}), ([], {"logits_processors": []})],
+    "tokenizer": [("demo", {"tokenizer": "demo"}), (None, {})],
+    "load_format": [("dummy", {"load_format": "dummy"}), ("hf", {}), (None, {})],
+    "quantization": [("fp8", {"quantization": "fp8"}), (None, {})],
+    "gpu_memory_utilization": [(0.8, {"gpu_memory_utilization": 0.8}), (None, {})],
     "disable_log_stats": [(True, {}), (False, {"observers": ["log"]})],
 }
 
@@ -180,14 +184,17 @@ def test_unknown_arguments_are_rejected_by_the_config() -> None:
 def test_engine_args_are_a_config() -> None:
     args = EngineArgs(model=Path("demo"), enforce_eager=True, scheduling_policy="priority")  # type: ignore[arg-type]
     assert args.create_engine_config() == EngineConfig.load("demo", cuda_graphs=False, scheduler="dovetail:priority")
-    assert "cuda_graphs=False" in repr(args)
+    assert repr(args) == "EngineArgs(model=PosixPath('demo'), enforce_eager=True, scheduling_policy='priority')"
     with pytest.raises(ConfigError, match=r"engine_args must be dovetail.EngineArgs or an EngineConfig, got \{'model': 'demo'\}"):
         LLMEngine.from_engine_args({"model": "demo"})  # type: ignore[arg-type]
 
 
 def test_every_argument_is_on_the_page() -> None:
     page = docs_hooks.fill_in(PAGE.read_text())
+    grouped = {name for group in vllm_args.GROUPS for name in group.defaults}
     for row in TABLE.values():
+        if row.name in grouped:
+            continue
         [line] = [line for line in page.splitlines() if line.startswith(f"| `{row.name}` |")]
         assert row.says in line
         assert row.otherwise in line

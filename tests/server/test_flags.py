@@ -18,7 +18,6 @@ from dovetail.front import vllm_args
 from dovetail.front.vllm_args import TABLE, translated
 from dovetail_server import engine_flags
 from dovetail_server.command import app as serve_app
-from dovetail_server.command import option_name
 from dovetail_server.settings import ServerSettings
 from dovetail_server.supervisor import Supervisor
 
@@ -165,13 +164,6 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
         advisory_fields="refuse",
     )
     assert not engine_flags.ENGINE_FLAGS.keys() & ServerSettings.model_fields.keys()
-
-
-def test_what_vllm_calls_otherwise_is_a_flag_here() -> None:
-    own = {option_name(name) for name in ServerSettings.model_fields} | {"--no-log-requests", "--in-process"}
-    arguments = {engine_flags.flag_of(name) for name in engine_flags.ENGINE_FLAGS}
-    assert set(engine_flags.RENAMED.values()) <= own | arguments
-    assert not {*engine_flags.RENAMED, *engine_flags.LEFT_OUT, *engine_flags.REFUSED} & (own | arguments)
 
 
 @pytest.mark.parametrize(

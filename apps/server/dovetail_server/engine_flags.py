@@ -1,11 +1,13 @@
 """Flags of `dovetail serve` that set keys of `engine.yaml`: each argument of `LLM()` is one, vLLM's included, with dashes.
 
-They are translated by the table of `dovetail.front.vllm_args`. vLLM's flags for its server are rewritten here to ours, or refused.
+They are translated by the table of `dovetail.front.vllm_args`. vLLM's flags for its server are rewritten to ours, or refused, as `vllm_flags` says.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -18,35 +20,9 @@ from dovetail.errors import ConfigError
 from dovetail.front.engine_args import flag_of, flag_value
 from dovetail.front.vllm_args import ARGUMENTS, is_given, translated
 from dovetail_server.settings import ServerSettings
+from dovetail_server.vllm_flags import RENAMED, is_known, reason_to_ignore, takes_value
 
 logger = logging.getLogger("dovetail")
-
-RENAMED = {  # flags of vLLM's server -> ours
-    "--ssl-certfile": "--tls-cert",
-    "--ssl-keyfile": "--tls-key",
-    "--api-server-count": "--front-ends",
-    "--tool-call-parser": "--tool-parser",
-    "--enable-log-requests": "--log-requests",
-    "--no-enable-log-requests": "--no-log-requests",
-    "--disable-log-requests": "--no-log-requests",
-    "--disable-frontend-multiprocessing": "--in-process",
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-}
-LEFT_OUT = {  # flags of vLLM's server that ask for what is so anyway
-    "--enable-auto-tool-choice": "the chat template selects the parser of tool calls",
-    "--enable-server-load-tracking": "/load is always served",
-    "--enable-tokenizer-info-endpoint": "/tokenizer_info is always served",
-    "--enable-prompt-tokens-details": "usage always counts cached tokens",
-    "--trust-request-chat-template": "requests may bring a chat template",
-}
-REFUSED = {  # flags of vLLM's server -> what does the same here
-    "--model": "the model is the argument itself: dovetail serve MODEL",
-    "--config": "name the file instead of the model: dovetail serve engine.yaml",
-    "--allowed-origins": "--cors-origin, once for each origin",
-    "--ssl-ca-certs": "let a proxy check the certificates of clients",
-}
 
 
 class ServeCommand(TyperCommand):
@@ -55,7 +31,7 @@ class ServeCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # completion
             return super().parse_args(ctx, args)
-        args = list(_rewritten(args))
+        args = list(rewritten(args))
         seen: set[str] = set()
         for parameter in self.make_parser(ctx).parse_args(list(args))[2]:
             if parameter.name in ENGINE_FLAGS and parameter.name in seen:
@@ -64,25 +40,47 @@ class ServeCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def _rewritten(args: Sequence[str]) -> Iterator[str]:
+def rewritten(args: Sequence[str]) -> Iterator[str]:
     """Yield the arguments with vLLM's flags as ours. Raises `ConfigError` for those that are refused."""
-    for index, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
+    rest = deque(args)
+    while rest:
+        arg = rest.popleft()
         if arg == "--":
-            yield from args[index:]
+            yield arg
+            yield from rest
             return
-        dashed = name.replace("_", "-") if name.startswith("--") else name
-        if dashed in REFUSED:
-            raise ConfigError(f"{dashed}: {REFUSED[dashed]}")
-        if dashed in LEFT_OUT:
-            if equals:
-                raise ConfigError(f"{dashed}: it takes no value")
-            logger.warning("%s: left out, %s", dashed, LEFT_OUT[dashed])
-        elif dashed in RENAMED:
-            logger.warning("%s: here %s", dashed, RENAMED[dashed])
-            yield RENAMED[dashed] + equals + value
-        else:
-            yield (dashed if _name_of(dashed) in ENGINE_FLAGS else name) + equals + value
+        name, equals, value = _parted(arg)
+        if name in RENAMED:
+            logger.warning("%s: here %s", name, RENAMED[name])
+            name = RENAMED[name]
+        if not is_known(name):
+            yield name + equals + value
+            continue
+        if equals and not takes_value(name):
+            raise ConfigError(f"{name}: it takes no value")
+        if takes_value(name) and not equals:
+            if not rest:
+                raise ConfigError(f"{name}: it needs a value")
+            value = rest.popleft()
+        if why := reason_to_ignore(name, value):
+            logger.warning("%s: left out, %s", name, why)
+
+
+def _parted(arg: str) -> tuple[str, str, str]:
+    """Return name, "=" and value of an argument: of a flag of ours or vLLM's with dashes in its name.
+
+    Raises `ConfigError` for a key of a mapping as a flag of its own.
+    """
+    name, equals, value = arg.partition("=")
+    if re.fullmatch(r"-O[a-z0-9]+", name):  # vLLM's short form of levels
+        return "-O", "=", name[2:]
+    dashed = name.replace("_", "-") if name.startswith("--") else name
+    flag, dot, key = dashed.partition(".")
+    if name.startswith("-") and dot and (_name_of(flag) in ENGINE_FLAGS or flag in RENAMED):
+        whole = RENAMED.get(flag, flag)
+        raise ConfigError(f"{dashed}: give the mapping in one flag: {whole} '{{{key.replace('-', '_')}: …}}'")
+    known = _name_of(dashed) in ENGINE_FLAGS or dashed in RENAMED or is_known(dashed)
+    return dashed if known else name, equals, value
 
 
 def _name_of(flag: str) -> str:

@@ -5,28 +5,92 @@ from __future__ import annotations
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, Field, dataclass, field, fields
 from decimal import Decimal
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from dovetail.checks import shown
+from dovetail.checks import among, did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError
-from dovetail.front.vllm_args import ARGUMENTS, SECRETS, translated
+from dovetail.front.vllm_args import ARGUMENTS, SECRETS, TABLE, UNSET, check_spelling, translated
 from dovetail.yaml_source import parse_yaml
 
+T = TypeVar("T")
 
+
+class UnknownArgumentError(ConfigError, AttributeError):
+    """An attribute of `EngineArgs` that no engine's argument has."""
+
+
+def _as_dataclass(cls: type[T]) -> type[T]:
+    """Make a dataclass of a class, with a field for each argument.
+
+    The default of a field is vLLM's, or `UNSET` for a key of `engine.yaml` that vLLM lacks.
+    """
+    made: Any = cls
+    for name in ARGUMENTS:
+        default = TABLE[name].default if name in TABLE else UNSET
+        if isinstance(default, dict | list):
+            setattr(cls, name, field(default_factory=partial(copy, default), kw_only=True))
+        else:
+            setattr(cls, name, field(default=default, kw_only=True))
+    made.model = "demo"
+    made.__annotations__ = {"model": Any, **dict.fromkeys(ARGUMENTS, Any)}
+    dataclass(repr=False)(cls)
+    init = made.__init__
+
+    @wraps(init)
+    def checked(self: T, model: Any = "demo", **arguments: Any) -> None:
+        for name in arguments.keys() - ARGUMENTS.keys():
+            check_spelling(name)
+            raise UnknownArgumentError(_unknown(name))
+        init(self, model, **arguments)
+
+    made.__init__ = checked
+    return cls
+
+
+@_as_dataclass
 class EngineArgs:
-    """The arguments of an engine, as vLLM or as `engine.yaml` names them, for `LLMEngine.from_engine_args`."""
+    """The arguments of an engine, as vLLM or as `engine.yaml` names them, for `LLMEngine.from_engine_args`.
 
-    def __init__(self, model: str | Path = "demo", **arguments: Any) -> None:
+    A dataclass: fields are read and set, and `dataclasses.asdict` and `replace` work. A field has
+    vLLM's default, and None or `UNSET` where the engine decides. An unknown name raises
+    `ConfigError`, which is an `AttributeError` when it is read or set.
+    """
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+        model: Any
+
+        def __init__(self, model: Any = "demo", **arguments: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):  # which programs look for, such as `copy`
+                raise AttributeError(name)
+            raise UnknownArgumentError(_unknown(name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise UnknownArgumentError(_unknown(name))
+        object.__setattr__(self, name, value)
+
+    def __post_init__(self) -> None:
         """Raises `ConfigError` for what can't be honoured, naming what would be right."""
-        self._config = EngineConfig.load({"model": str(model) if isinstance(model, Path) else model}, **translated(arguments))
+        self.create_engine_config()
 
     @staticmethod
-    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+    def add_cli_args(parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:
         """Add a flag for each argument, with dashes, to an argument parser, and return it. Values are YAML. Flags that aren't given are no attributes
-        of the namespace, so that `LLM(**vars(args))` takes the defaults."""
+        of the namespace, so that `LLM(**vars(args))` takes the defaults. `async_args_only`: add none, as no argument is for asyncio alone."""
+        if async_args_only:
+            return parser
         parser.add_argument("--model", default=SUPPRESS, help="a directory, a hub id, or demo")
         for name, is_switch in ARGUMENTS.items():
             if is_switch:
@@ -40,13 +104,30 @@ class EngineArgs:
         """Make it of a namespace that `add_cli_args` has filled; other attributes are ignored. Raises `ConfigError`."""
         return cls(**{name: value for name, value in vars(args).items() if name in ARGUMENTS or name == "model"})
 
-    def create_engine_config(self) -> EngineConfig:
-        """The same in Dovetail's words."""
-        return self._config
+    def create_engine_config(self, usage_context: Any = None, headless: bool = False) -> EngineConfig:
+        """Return the same in Dovetail's words; vLLM's parameters have no effect. Raises `ConfigError`."""
+        given = self._given()
+        model = given.pop("model", self.model)
+        named = {"model": str(model) if isinstance(model, Path) else model}
+        return EngineConfig.load(named, **translated(given))
+
+    def _given(self) -> dict[str, Any]:
+        """Return the fields that haven't their default."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {one.name: values[one.name] for one in fields(self) if not among(values[one.name], (_default_of(one),))}
 
     def __repr__(self) -> str:
-        given = {key: getattr(self._config, key) for key in sorted(self._config.model_fields_set)}
-        return f"EngineArgs({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+        told = [f"{name}={'…' if name in SECRETS else repr(value)}" for name, value in self._given().items()]
+        return f"EngineArgs({', '.join(told)})"
+
+
+def _default_of(one: Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def _unknown(name: str) -> str:
+    hint = did_you_mean(name, (*EngineArgs.__dataclass_fields__, *vars(EngineArgs)))
+    return f"EngineArgs: {name[:80]}: there is no such argument{hint}"
 
 
 def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:

@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 from dovetail.checks import among, as_number, did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError
+from dovetail.front.vllm_groups import GROUPS, MACHINES, OLDER, TEXT_ONLY, Group
 from dovetail.front.vllm_speculation import speculation_of
 from dovetail.roadmap import planned
 
 logger = logging.getLogger("dovetail")
+
+
+class _Unset(Enum):
+    """The value of an argument that isn't given."""
+
+    UNSET = "UNSET"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+UNSET = _Unset.UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +47,50 @@ class Argument:
     otherwise: str  # what is said of any other value; empty: the key's own check says it
     taken: tuple[Any, ...]  # examples
     refused: tuple[Any, ...]
+    default: Any = None  # vLLM's, which is accepted without a word; None: the engine decides
 
     @property
     def is_switch(self) -> bool:
         """True if it is on or off: as a flag of a command line it takes no value."""
-        return any(type(value) is bool for value in (*self.taken, *self.refused))
+        return any(type(value) is bool for value in (self.default, *self.taken, *self.refused))
+
+    def instead_of(self, value: Any) -> Mapping[str, Any] | None:
+        """Return the keys to set; None if the value is refused. A value of None asks for nothing."""
+        instead = self.becomes(value)
+        return {} if instead is None and value is None else instead
 
 
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return overrides of `EngineConfig`: keys that aren't in the table stay as they are. Raises `ConfigError` for a value that is refused, for two
-    arguments that set the same key, and for a name that seems to be a misspelt one of the table."""
+    arguments that set the same key, and for a name that seems to be a misspelt one of the table.
+
+    `UNSET` is left out, and vLLM's default gives way to another argument for the same key."""
+    arguments = {name: value for name, value in arguments.items() if value is not UNSET}
     for name in arguments:
-        _check_spelling(name)
+        check_spelling(name)
     overrides = {name: value for name, value in arguments.items() if name not in TABLE}
     for name, value in arguments.items():
         if name not in TABLE:
             continue
         row = TABLE[name]
-        instead = row.becomes(value)
+        instead = row.instead_of(value)
         if instead is None:
             raise ConfigError(f"{_shown(name, value)}: {row.otherwise}")
-        for key in instead:
-            if is_given(key, overrides):
-                raise ConfigError(f"{name} sets {key}, which is given as well: leave one of them out")
+        is_default = among(value, (row.default,))
+        given = [key for key in instead if is_given(key, overrides)]
+        if given and is_default:
+            continue
+        if given:
+            raise ConfigError(f"{name} sets {given[0]}, which is given as well: leave one of them out")
         overrides |= instead
-        if instead != {name: value}:
+        if instead != {name: value} and not is_default:
             _tell(row, value, instead)
     off = [section for section, value in overrides.items() if value is None]
     kept = {key: value for key, value in overrides.items() if not any(key.startswith(f"{section}.") for section in off)}
     return dict(sorted(kept.items(), key=lambda item: item[0].count(".")))  # a section before its keys
 
 
-def _check_spelling(name: str) -> None:
+def check_spelling(name: str) -> None:
     """Raises `ConfigError` if `name` is nearer to one of the table than to any key of `engine.yaml`, whose check knows only those keys."""
     if name in TABLE or name.partition(".")[0] in EngineConfig.model_fields:
         return
@@ -110,19 +136,34 @@ def _shown(name: str, value: Any) -> str:
 
 def _anyway(name: str, *values: Any, why: str, otherwise: str, refused: Any) -> Argument:
     """These values mean what is so anyway."""
-    return Argument(name, None, lambda value: {} if among(value, values) else None, why, otherwise, values, (refused,))
+    becomes = partial(_nothing_if_among, values)
+    return Argument(name, None, becomes, why, otherwise, values, (refused,), values[0])
 
 
-def _never_matters(name: str, example: Any, why: str) -> Argument:
+def _nothing_if_among(values: tuple[Any, ...], value: Any) -> Mapping[str, Any] | None:
+    return {} if among(value, values) else None
+
+
+def _rows_of(group: Group) -> Iterator[Argument]:
+    for name, default in group.defaults.items():
+        if group.advisory:
+            yield _never_matters(name, default, group.reason, default)
+        else:
+            other = (not default) if isinstance(default, bool) else "another"
+            defaults = (default, OLDER.get(name, default))
+            yield _anyway(name, *defaults, why=group.reason, otherwise=group.reason, refused=other)
+
+
+def _never_matters(name: str, example: Any, why: str, default: Any = None) -> Argument:
     """No value changes anything."""
-    return Argument(name, None, lambda value: {}, why, "", (example,), ())
+    return Argument(name, None, lambda value: {}, why, "", (example,), (), default)
 
 
-def _renamed(name: str, key: str, values: Mapping[Any, Any], otherwise: str, refused: Any) -> Argument:
+def _renamed(name: str, key: str, values: Mapping[Any, Any], otherwise: str, refused: Any, default: Any = None) -> Argument:
     """These values have others here; a value of None leaves the key to its default."""
     instead = {value: {} if new is None else {key: new} for value, new in values.items()}
     says = ", ".join(f"`{value!r}` is `{new!r}`" for value, new in values.items() if new is not None and new != value) or "the same"
-    return Argument(name, key, lambda value: _look_up(instead, value), says, otherwise, tuple(values), (refused,))
+    return Argument(name, key, lambda value: _look_up(instead, value), says, otherwise, tuple(values), (refused,), default)
 
 
 def _switch_of_section(name: str, key: str) -> Argument:
@@ -155,10 +196,12 @@ def _ranks(name: str) -> Argument:
         return {} if value == 1 else {"executor.name": "dovetail:tensor", "executor.size": value}
 
     says = "`1` is the executor `local`, as by default; more is the executor `tensor` with this `size`"
-    return Argument(name, "executor.size", becomes, says, "executor.size must be a whole number, 1 or more", (1, 2), (0, "many"))
+    return Argument(name, "executor.size", becomes, says, "executor.size must be a whole number, 1 or more", (1, 2), (0, "many"), 1)
 
 
-def _same_key(name: str, values: Mapping[Any, Any], taken: Any, says: str, refused: tuple[Any, ...] = (), otherwise: str = "") -> Argument:
+def _same_key(
+    name: str, values: Mapping[Any, Any], taken: Any, says: str, refused: tuple[Any, ...] = (), otherwise: str = "", default: Any = None
+) -> Argument:
     """A key of `engine.yaml` too: some values have other names here, None for the default, some are refused; the rest is the key's own business."""
 
     def becomes(value: Any) -> Mapping[str, Any] | None:
@@ -168,7 +211,7 @@ def _same_key(name: str, values: Mapping[Any, Any], taken: Any, says: str, refus
         instead = _look_up({old: {} if new is None else {name: new} for old, new in values.items()}, value)
         return {name: value} if instead is None else instead
 
-    return Argument(name, name, becomes, says, otherwise, (*values, taken), refused)
+    return Argument(name, name, becomes, says, otherwise, (*values, taken), refused, default)
 
 
 def _plain(value: Any) -> Any:
@@ -228,7 +271,6 @@ def _pooler(name: str) -> Argument:
     return Argument(name, "pooling", becomes, says, _POOLERS, taken, ({"pooling_type": "STEP"}, {"step_tag_id": 3}, "CLS"))
 
 
-MACHINES = planned("Several machines")
 _DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
 _POOLERS = "say it of this engine's pooling: pooling={'method': …, 'normalize': …}"
 _PROCESSORS = (
@@ -244,7 +286,6 @@ _DOWNLOAD = "name a local directory as the model: `hf download` fetches any revi
 _SCHEDULERS = "a scheduler decides that: choose or write one (scheduler)"
 _MODEL_IMPL = "name the component: model={'path': …, 'component': 'transformers'}"
 _EDIT_CONFIG = "edit the config.json of a local copy"
-TEXT_ONLY = "models of text alone are served"
 SOFT_PROMPTS = (
     "prompt adapters (soft prompts) aren't served, and vLLM has dropped them, too: hardly any model comes with one; write the instruction into the "
     "prompt, whose K and V the prefix cache keeps"
@@ -252,7 +293,7 @@ SOFT_PROMPTS = (
 _OUTPUTS = "outputs have tokens and log-probabilities"
 _PROMPTS = "prompts are texts or token ids"
 _TRANSFER = "an engine keeps its K and V to itself"
-_OFF = (None, False)
+_OFF = (False, None)
 
 _ROWS = (
     # Devices
@@ -278,6 +319,7 @@ _ROWS = (
     _anyway(
         "enable_sleep_mode", *_OFF, why="nothing sleeps", otherwise="`LLM.close()` gives the device's memory back; make a new LLM then", refused=True
     ),
+    _same_key("gpu_memory_utilization", {None: None}, 0.8, "`None` leaves it to the engine"),
     _number("kv_cache_memory_bytes", "kv_cache_memory", 2**30),
     _number("num_gpu_blocks_override", "executor.num_blocks", 512),
     _number("num_kvcache_blocks", "executor.num_blocks", 512, -1),
@@ -286,16 +328,18 @@ _ROWS = (
     _same_key("max_num_batched_tokens", {None: None}, 2048, "`None` leaves it to the engine"),
     _same_key("max_model_len", {-1: None}, 512, "`-1` is the model's own length, as `None`"),
     _same_key("block_size", {None: None}, 16, "`None` is `auto`"),
-    _same_key("kv_cache_dtype", {None: None}, "fp8", "`fp8` is e4m3", ("fp8_e5m2",), "K and V are kept in e4m3: fp8"),
-    _renamed("calculate_kv_scales", "kv_cache_scales", {True: "calibrate", False: None}, "kv_cache_scales is auto or calibrate", "yes"),
-    _renamed("mamba_ssm_cache_dtype", "state_dtype", {"auto": None, "float32": "float32"}, "state_dtype is float32 or bfloat16", "float16"),
+    _same_key("kv_cache_dtype", {None: None}, "fp8", "`fp8` is e4m3", ("fp8_e5m2",), "K and V are kept in e4m3: fp8", "auto"),
+    _renamed("calculate_kv_scales", "kv_cache_scales", {True: "calibrate", False: None}, "kv_cache_scales is auto or calibrate", "yes", False),
+    _renamed("mamba_ssm_cache_dtype", "state_dtype", {"auto": None, "float32": "float32"}, "state_dtype is float32 or bfloat16", "float16", "auto"),
     # The prefix cache
     _renamed("enable_prefix_caching", "kv_cache.reuse", {None: None, True: True, False: False}, "kv_cache.reuse is true or false", "lru"),
-    _renamed("prefix_caching_hash_algo", "kv_cache.hash", {"sha256": "sha256", "xxhash": "xxh3"}, "kv_cache.hash is xxh3 or sha256", "builtin"),
+    _renamed("prefix_caching_hash_algo", "kv_cache.hash", {"sha256": "sha256", "xxhash": "xxh3"}, "kv_cache.hash is xxh3 or sha256", "builtin", None),
     # Steps
-    _renamed("enforce_eager", "cuda_graphs", {True: False, False: True}, "cuda_graphs is true or false", "yes"),
+    _renamed("enforce_eager", "cuda_graphs", {True: False, False: True}, "cuda_graphs is true or false", "yes", False),
     _renamed("async_scheduling", "overlap", {None: None, True: True, False: False}, "overlap is true or false", "yes"),
-    _renamed("scheduling_policy", "scheduler", {name: f"dovetail:{name}" for name in ("fcfs", "priority")}, "scheduler names a policy", "random"),
+    _renamed(
+        "scheduling_policy", "scheduler", {name: f"dovetail:{name}" for name in ("fcfs", "priority")}, "scheduler names a policy", "random", "fcfs"
+    ),
     _anyway(
         "scheduler_cls", None, why="`scheduler` chooses one", otherwise="write a scheduler plugin, and name it: scheduler", refused="my.Scheduler"
     ),
@@ -326,13 +370,27 @@ _ROWS = (
         "FLASHINFER",
     ),
     # Model and tokenizer
-    _same_key("dtype", {"half": "float16", "float": "float32"}, "auto", "`half` is `float16`, `float` is `float32`; torch's dtypes are understood"),
-    _same_key("seed", {None: None}, 7, "`None` is 0"),
-    _same_key("generation_config", {"vllm": "none"}, "auto", "`vllm` is `none`"),
+    _same_key(
+        "dtype",
+        {"half": "float16", "float": "float32"},
+        "auto",
+        "`half` is `float16`, `float` is `float32`; torch's dtypes are understood",
+        default="auto",
+    ),
+    _same_key("seed", {None: None}, 7, "`None` is 0", default=0),
+    _same_key("generation_config", {"vllm": "none"}, "auto", "`vllm` is `none`", default="auto"),
+    _same_key("tokenizer", {None: None}, "demo", "`None` is the model's"),
+    _same_key("load_format", {None: None, "hf": None}, "dummy", "`None` and `hf` are `auto`", default="auto"),
+    _same_key("quantization", {None: None}, "fp8", "`None` is as the checkpoint says"),
     _anyway("trust_remote_code", False, why="a checkpoint's code never runs", otherwise="a checkpoint's code never runs: leave it out", refused=True),
     _anyway("model_loader_extra_config", None, {}, why="there is one loader", otherwise="there is one loader, without options", refused={"x": 1}),
     _anyway(
-        "worker_extension_cls", None, why="a plugin extends the engine", otherwise="write a plugin: a model, sampler or executor", refused="my.Worker"
+        "worker_extension_cls",
+        None,
+        "",
+        why="a plugin extends the engine",
+        otherwise="write a plugin: a model, sampler or executor",
+        refused="my.Worker",
     ),
     _anyway("profiler_config", None, {}, why="observers tell", otherwise="observers=['perfetto'] writes a trace", refused={"profiler": "torch"}),
     _anyway(
@@ -417,11 +475,12 @@ _ROWS = (
     ),
     _number("max_logprobs", "limits.max_logprobs", 20),
     # What it tells
-    _renamed("disable_log_stats", "observers", {True: None, False: ["log"]}, "observers=['log'] logs", "no"),
+    _renamed("disable_log_stats", "observers", {True: None, False: ["log"]}, "observers=['log'] logs", "no", True),
     _anyway("disable_log_requests", None, True, why="no request is logged", otherwise="observers hear of each request: write one", refused=False),
     _anyway("enable_log_requests", *_OFF, why="no request is logged", otherwise="observers hear of each request: write one", refused=True),
     _never_matters("use_tqdm_on_load", True, "`LLM` shows no bar while it loads"),
     _anyway("served_model_name", None, why="`LLM` serves nothing", otherwise=_SERVER, refused="my-model"),
+    *(row for group in GROUPS for row in _rows_of(group)),
     _anyway("otlp_traces_endpoint", None, why="observers tell", otherwise="write an observer plugin, and name it: observers", refused="http://x"),
 )
 

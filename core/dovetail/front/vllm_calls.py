@@ -11,7 +11,8 @@ from typing import Any
 
 from dovetail.checks import shown
 from dovetail.errors import RequestError
-from dovetail.front.vllm_args import MACHINES, SOFT_PROMPTS, TEXT_ONLY
+from dovetail.front.vllm_args import SOFT_PROMPTS
+from dovetail.front.vllm_groups import MACHINES, TEXT_ONLY
 from dovetail.pooling import PoolingParams
 from dovetail.sampling_params import BEAM_SEARCH, SamplingParams
 from dovetail.vllm_only import VllmOnly
