@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,26 @@ def test_pairs_are_cut_and_typed_as_cross_encoders_are(names: list[str], tmp_pat
         [output] = llm.score(text(query), text(document), use_tqdm=False)
     assert output.outputs is not None
     assert output.outputs.score == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [[5, 9, 7, 7], [5, 7, 9], [7, 7, 7], [9, 5], [7, 5, 7]], ids=str)
+def test_a_classifier_skips_the_pad_token_at_the_end_as_transformers_does(prompt: list[int], classifier: Any) -> None:
+    llm, theirs = classifier
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([prompt])).logits.softmax(-1)[0]
+    [output] = llm.classify([prompt], use_tqdm=False)
+    assert list(output.prompt_token_ids) == prompt
+    np.testing.assert_allclose(output.outputs.probs, expected.numpy(), atol=1e-5)
+    [each] = llm.encode([prompt], pooling_task="token_classify", use_tqdm=False)
+    assert len(each.outputs.data) == len(prompt)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("classifier")
+    model = save(directory, "Qwen3ForSequenceClassification", num_labels=3, pad_token_id=7)
+    with LLM(str(directory)) as llm:
+        yield llm, model
 
 
 def test_a_request_may_set_another_length(tmp_path: Path) -> None:

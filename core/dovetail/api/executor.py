@@ -153,6 +153,7 @@ class PoolingCapacity:
     generates: bool = True  # it can generate, too
     indivisible: bool = False  # a prompt is computed in one step, without cached tokens: tokens attend to later ones
     dimensions: tuple[int, ...] | None = None  # sizes to which an embedding may be cut; None: any up to `size`
+    padding: int | None = None  # "classify" skips tokens of this id at a prompt's end, which the core leaves out; None: none
 
     def needs_all_states(self, task: PoolingTask) -> bool:
         """Return True if tokens found in the prefix cache would be missing from the result."""

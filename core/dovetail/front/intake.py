@@ -108,7 +108,7 @@ class CheckedRequest:
     request_id: str
     text: str | None  # the prompt's, if it was one
     token_ids: tuple[int, ...]
-    prompt_array: NDArray[np.int64]  # the same
+    prompt_array: NDArray[np.int64]  # the part of it that is computed: all but padding that a classifier skips
     params: SamplingParams  # with `min_tokens` cut to the room that there is
     max_tokens: int  # with the room that the model's length leaves
     fields: RequestFields
@@ -247,6 +247,7 @@ class Intake:
         token_ids, prompt_array = self._checked_ids(given)
         if isinstance(prompt, TokenizedText) and prompt.second is not None:
             pooling = dataclasses.replace(pooling, second=prompt.second)
+        prompt_array = can.pooled_part(prompt_array, pooling)
         core = can.core_params(pooling)
         return CheckedRequest(request_id, text, token_ids, prompt_array, core, 1, fields, pooling, can.capacity.indivisible)
 

@@ -108,6 +108,13 @@ class PoolingFacts:
         is_active = params.use_activation is not False
         return RowPooling(task, params.dimensions, is_active, of_pair=params.task == "score")
 
+    def pooled_part(self, prompt: NDArray[np.int64], pooling: RowPooling) -> NDArray[np.int64]:
+        """Return a prompt without the padding at its end that the task skips; at least a token."""
+        if pooling.task != "classify" or self.capacity.padding is None:
+            return prompt
+        others = np.flatnonzero(prompt != self.capacity.padding)
+        return prompt[: int(others[-1]) + 1 if len(others) else 1]
+
     def _check_dimensions(self, wanted: int, task: PoolingTask) -> None:
         can = self.capacity
         if not task.endswith("embed"):

@@ -188,6 +188,7 @@ class PoolingPlan:
             generates=model.generates and made_for == "generate",
             indivisible=indivisible,
             dimensions=tuple(one for one in sizes if one <= size) or None,
+            padding=_padding(config) if made_for == "classify" and method == "last" and not indivisible else None,
         )
         normalize = bool(overrides.get("normalize", stored.normalize))
         return cls(directory, capacity, normalize, layers, head, tokens, activation, pair_activation, stored.max_length)
@@ -284,6 +285,11 @@ def _activation(name: Any, path: Path) -> str:
     if package.partition(".")[0] != "torch" or last not in _TORCH_ACTIVATIONS:
         raise UnsupportedError(f"{path}: the activation {shown(name)} isn't served; served are torch's {', '.join(_TORCH_ACTIVATIONS)}")
     return _TORCH_ACTIVATIONS[last]
+
+
+def _padding(config: Any) -> int | None:
+    """Return the id that transformers' classifiers of a last token skip at the end of a text."""
+    return config.pad_token_id if type(config.pad_token_id) is int else None
 
 
 def _stored_activation(config: Any, directory: Path) -> str | None:

@@ -40,6 +40,7 @@ CLAUSES: Marks = {
         "of a classifier": held("pooled", but="the suite's model isn't one"),
         "can generate": held("pooled_beside"),
         "sizes to which": held("pooled_settings"),
+        "skips tokens": unchecked("the core leaves them out before an executor sees them"),
         "*": unchecked("no model of the suite attends to later tokens"),
     },
     "PoolingCapacity.needs_all_states": held("pooled_again"),
