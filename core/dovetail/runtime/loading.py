@@ -16,10 +16,11 @@ from dovetail.api.model import BuildContext, HeadLayer, LoadsItself, ModelArch, 
 from dovetail.api.state import StateLayer, StateSpec
 from dovetail.errors import ConfigError, UnsupportedError
 from dovetail.nn.format.base import Quantization
+from dovetail.runtime.memory import require_ram
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
 from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.quantization import choose_quantization, place_weights
-from dovetail.runtime.weights import Progress, dummy_weights, load_weights
+from dovetail.runtime.weights import Progress, dummy_weights, load_weights, stored_bytes
 
 log = logging.getLogger("dovetail")
 
@@ -127,7 +128,7 @@ def load_model(
 
     context = BuildContext(parallel, plan.dtype, device, make_layer, plan.max_model_len, later, built_for, make_state)
     model = plan.arch.build(plan.config, context)
-    return load_into(model, plan.quantization, config, device, progress, elsewhere=plan.pooling.owns)
+    return load_into(model, plan.quantization, config, device, progress, elsewhere=plan.pooling.owns, ranks=parallel.size, dtype=plan.dtype)
 
 
 def load_into(
@@ -139,11 +140,19 @@ def load_into(
     *,
     partly: bool = False,
     elsewhere: Callable[[str], bool] = lambda _: False,
+    ranks: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
     """Load the weights of `module`, a `CausalLM` or a draft head, as `load_model` does, and return it. `quantization`: the format of those that were
-    left for later. `partly`, `elsewhere`: as of `load_weights`."""
+    left for later. `partly`, `elsewhere`: as of `load_weights`. `dtype`: in which a module that loads itself keeps its weights.
+
+    Raises `ConfigError` if the weights don't fit the memory available to a CPU.
+    """
     if quantization is not None:
         place_weights(module, quantization, device)
+    if device.type == "cpu":  # its memory is virtual until it is written: the kernel would kill the process halfway
+        kept_in = "" if dtype is None or quantization is not None else f" in {_name(dtype)}"
+        require_ram(_weight_bytes(module, config, dtype), f"{config.model}: the weights{kept_in}", ranks)
     if isinstance(module, LoadsItself):
         module.load_checkpoint(None if config.load_format == "dummy" else Path(config.model), config.seed)
     elif config.load_format == "dummy":
@@ -151,3 +160,10 @@ def load_into(
     else:
         load_weights(module, config.model, progress, partly=partly, elsewhere=elsewhere)
     return module.eval()
+
+
+def _weight_bytes(module: torch.nn.Module, config: ExecutorConfig, dtype: torch.dtype | None) -> int:
+    """Return the size of the weights that are about to be loaded: of those that the module has, or of the files' if it makes its own."""
+    if isinstance(module, LoadsItself) and config.load_format != "dummy":
+        return stored_bytes(config.model, dtype)
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

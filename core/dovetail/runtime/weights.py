@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PREFIX = "model."  # prefix of all names except the head's, in a checkpoint of a causal language model
 
 _TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # prefixes of the text model's names with a vision model -> without one
+
+_PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes, as headers name them, of tensors that are converted to the model's dtype
 
 _COMPUTED = (
     ".rotary_emb.inv_freq",
@@ -110,6 +114,28 @@ def read_rows(directory: str | Path, names: Sequence[str], rows: Sequence[int]) 
 def tensor_names(directory: str | Path) -> frozenset[str]:
     """Return the names of a checkpoint's tensors. Raises `ModelLoadError` as `load_weights` does."""
     return frozenset(_tensor_files(Path(directory)))
+
+
+def stored_bytes(directory: str | Path, dtype: torch.dtype | None = None) -> int:
+    """Return the size of a checkpoint's tensors, without those of a vision model, by the headers of its files. `dtype`: what plain numbers are loaded
+    in; None: as stored. Raises `ModelLoadError` as `load_weights` does."""
+    files = _tensor_files(Path(directory))
+    wanted = {*_text_names(files).values()}
+    total = 0
+    for path in dict.fromkeys(files.values()):
+        with _opened(path) as file:
+            for name in (name for name in files if files[name] == path and name in wanted):
+                part = file.get_slice(name)
+                stored = part.get_dtype()
+                bits = 8 * dtype.itemsize if dtype is not None and stored in _PLAIN else _bits_of(stored)
+                total += math.prod(part.get_shape()) * bits // 8
+    return total
+
+
+def _bits_of(dtype: str) -> int:
+    """Return the bits of a number of a dtype as headers name it, such as F8_E4M3 or I32."""
+    found = re.match(r"[A-Z]+(\d+)", dtype)
+    return int(found[1]) if found else 8
 
 
 def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
