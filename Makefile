@@ -1,4 +1,4 @@
-# The two commands of the README, and what CI runs. A machine needs Python 3.11 or newer, git and make.
+# The commands of the README, and what CI runs. A machine needs Python 3.11 or newer, git and make.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
@@ -12,6 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which imp
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
+	@echo "Now run: source $(BIN)/activate"
 
 test: $(VENV)/.dev  ## the quick test suite
 	$(BIN)/python -m pytest -n 2

@@ -271,6 +271,9 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
     elif words[0] == "kubectl":
         missing = [word for word in words if word.startswith("deploy/") and not (ROOT / word).exists()]
         assert not missing, f"{block.place}: no file {missing}"
+    elif words[0] == "source":
+        assert words[1:] == [".venv/bin/activate"], f"{block.place}: `make demo` makes .venv"
+        assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text()
     elif words[:2] == ["git", "clone"]:
         assert words[2] == "WHERE_YOU_HAVE_THIS_FROM", f"{block.place}: is there a public address now? Then pyproject.toml wants [project.urls]"
     elif words[:2] == ["pip", "install"]:
@@ -278,7 +281,7 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert all(extra in known for names in extras for extra in names.split(",")), f"{block.place}: unknown extra in {words}"
     else:
-        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, curl, make, python, pip, git, kubectl: nobody could check it")
+        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, curl, make, source, python, pip, git, kubectl: nobody could check it")
 
 
 def check_output(block: Block, expected: str, printed: str) -> None:

@@ -53,6 +53,14 @@ def test_a_verdict_names_the_mean_and_the_p99_of_every_latency_once(factor: floa
         assert named.count(label) == 1, (label, verdict)
 
 
+def test_a_verdict_names_the_p50_of_a_latency_that_changes_most() -> None:
+    base = ttfts()
+    other = np.where(base < np.quantile(base, 0.6), base / 4, base)  # most requests gain, and the slowest don't
+    verdict = compared([run_of_ttfts(base)], [run_of_ttfts(other)]).versus[0].verdict
+    assert "cuts p50 TTFT by 75 %" in verdict
+    assert "p90" not in verdict
+
+
 def test_a_verdict_names_the_p90_of_a_latency_that_changes_most() -> None:
     base = np.random.default_rng(0).permutation(np.repeat([1.0, 2.0, 9.0], [340, 48, 12]))
     slow = np.where(base == 2.0, 8.0, base)

@@ -123,11 +123,12 @@ class Versus:
         return next(line for line in self.lines if (line.metric, line.statistic) == (metric, statistic))
 
     def headlines(self) -> Iterator[Line]:
-        """Yield the lines of the verdict: the mean and p99 of each latency and its p90, if that changes most, and output tokens/s."""
+        """Yield the lines of the verdict: the mean and p99 of each latency, its p50 and p90 if they change more, and output tokens/s."""
         for metric in LATENCIES:
-            mean, p90, p99 = (self.line(metric, statistic.name) for statistic in (MEAN, P90, P99))
-            changes_most = p90.measurable and p90.size > max(mean.size, p99.size) + CLEARLY
-            yield from (mean, p90, p99) if changes_most else (mean, p99)
+            mean, p50, p90, p99 = (self.line(metric, statistic.name) for statistic in STATISTICS)
+            largest = max(mean.size, p99.size) + CLEARLY
+            between = (line for line in (p50, p90) if line.measurable and line.size > largest)
+            yield from (mean, *between, p99)
         yield self.line("output_rate", "")
 
     @property

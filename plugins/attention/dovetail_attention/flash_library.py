@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from dovetail.errors import DISTRIBUTION
 from dovetail.nn.kernels.available import is_hopper
 
-INSTALL = "pip install flash-attn --no-build-isolation"
+INSTALL = f'pip install --no-build-isolation "{DISTRIBUTION}[flash-attn]"'
 PAGE = 256  # tokens: FlashAttention 2 requires pages of this size, or a multiple
 CLOSE = 1e-2
 TRIED_PAGES = 6
