@@ -150,7 +150,7 @@ def test_flash_attention_3_is_used_where_both_are_installed(monkeypatch: pytest.
 def test_without_any_package_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     target = next(target for target in context().attention if target.name == "dovetail:flash_attn")
-    with pytest.raises(UnsupportedError, match=r"flash_attn: it needs FlashAttention, and it isn't installed; .*: pip install flash-attn"):
+    with pytest.raises(UnsupportedError, match=r"flash_attn: it needs FlashAttention, and it isn't installed; .*: pip install .*\[flash-attn\]"):
         choose_attention((target,), HEADS_OF_64, "cuda:0", "bfloat16", None)
 
 
@@ -168,7 +168,7 @@ def test_a_package_that_does_not_load_is_told_apart_from_one_that_is_absent(monk
 def test_a_package_that_is_not_made_for_the_device_is_told_apart_from_one_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, fake_flash.flash_attn_3())
     monkeypatch.setattr(FlashAttention3, "runs_on", classmethod(lambda cls, device: False))
-    with pytest.raises(ImportError, match="flash_attn_interface doesn't support cpu; install it with: pip install flash-attn"):
+    with pytest.raises(ImportError, match="flash_attn_interface doesn't support cpu; install it with: pip install --no-build-isolation"):
         find_library(CPU)
 
 
