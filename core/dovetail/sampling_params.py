@@ -176,7 +176,9 @@ class SamplingParams(_Settable):
     frequency_penalty: float = 0.0  # subtracted for each time it was generated, -2 to 2
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit, -100 to 100
     allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
-    bad_words: Sequence[str] | None = None  # texts that are never generated in full, unless nothing else is allowed
+    # Words that the model can't write with the tokens by which the tokenizer spells them, as they are and after a space, unless no other token is
+    # allowed. Other tokens may still have the same letters: "ll" bans the token "ll", not "'ll" nor "l", "l".
+    bad_words: Sequence[str] | None = None
     logprobs: int | None = None  # return log-probabilities of the sampled token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     skip_special_tokens: bool = True  # leave special tokens out of the text

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from dovetail.front.detokenizer import MAX_HELD, START, ByteLevelText, IncrementalText, StopStrings, WindowText, token_text
+from dovetail.front.detokenizer import MAX_HELD, START, ByteLevelText, IncrementalText, StopStrings, WindowText, special_names, token_text
 from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from dovetail.sampling_params import SamplingParams
 from tests.support import examples
@@ -260,6 +260,34 @@ def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, st
         if start >= 0:
             found.append((start + len(stop), start, stop))
     return min(found)[1:] if found else None
+
+
+SPECIAL = {0: "<s>", 1: "</s>"}
+STOPPING = [["</s>"], ["</s>\n"], ["c</s>", "zz"], ["<s></s>"], ["</s><s>", "t"], ["/s"], ["</s>", "s>"]]
+
+
+def with_marks(text: str) -> str:
+    """Return a text with each special token's name as one character."""
+    return text.replace("</s>", "\ue001").replace("<s>", "\ue000")
+
+
+@pytest.mark.parametrize("stops", STOPPING, ids=str)
+@pytest.mark.parametrize("include", [False, True])
+@examples(quick=60, full=3000)
+@given(text=st.lists(st.sampled_from(["<s>", "</s>", "c", "\n", "t", "</", "s>", "z"]), max_size=8).map("".join))
+def test_a_stop_string_matches_special_tokens_that_the_text_leaves_out(stops: list[str], include: bool, text: str) -> None:
+    """The oracle reads special tokens as characters of their own: those that are in a stop string, since others leave no trace."""
+    tokenizer = byte_level()
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include)
+    made = IncrementalText(tokenizer, params, [], StopStrings(stops, special_names(tokenizer)))
+    ids = ids_of(tokenizer, text)
+    named = {token: name for token, name in SPECIAL.items() if any(with_marks(name) in with_marks(stop) for stop in stops)}
+    symbols = "".join(with_marks(named.get(token, "")) if token in SPECIAL else tokenizer.decode([token]) for token in ids)
+    spellings = [(spelling, stop) for stop in stops for spelling in {stop, with_marks(stop)} if spelling in symbols]
+    found = [(symbols.find(spelling) + len(spelling), symbols.find(spelling), stop) for spelling, stop in spellings]
+    end, stopped = (len(symbols), None) if not found else min(found)[1:]
+    expected = symbols[:end].replace("\ue000", "").replace("\ue001", "") + (stopped or "" if include else "")
+    assert run_until_stop(made, ids)[:2] == (expected, stopped)
 
 
 def test_an_automaton_is_no_larger_than_its_stop_strings() -> None:

@@ -11,8 +11,9 @@ string. On a mismatch the state's *fallback*, the next shorter such suffix, is t
 from __future__ import annotations
 
 import codecs
+import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +23,7 @@ from dovetail.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer
 
+MARK = "\0"  # begins a symbol that isn't a character: the name of a special token follows
 START = 0  # state without a partial match
 CONTEXT = 6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
 MAX_HELD = 8  # tokens held back as half a character; more are nonsense, and the first of them are released
@@ -30,22 +32,31 @@ MAX_HALF = 3  # tokens that half a character can have: one of four bytes less on
 
 
 class StopStrings:
-    """Automaton of one request's stop strings, of which none is empty. All samples share it and keep their own states."""
+    """Automaton of one request's stop strings, of which none is empty. All samples share it and keep their own states.
 
-    __slots__ = ("_edges", "_fallback", "_found", "_held")
+    It reads symbols: the characters of the text, and special tokens that the text leaves out, each of which is one symbol. A stop string that has the
+    name of a special token matches the token as well as the same characters.
+    """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    __slots__ = ("_edges", "_fallback", "_found", "_held", "marks")
+
+    def __init__(self, stops: Sequence[str], special: SpecialNames | None = None) -> None:
+        """`special`: the special tokens that the text leaves out."""
+        self.marks: dict[int, str] = {}  # special tokens in stop strings, by id: their symbols
         self._edges: dict[tuple[int, str], int] = {}  # (state, next character) -> state
         self._fallback = [START]  # by state
         self._found = [0]  # by state: the length of the longest stop string that ends here, or 0
         self._held = [0]  # by state: the length of the longest suffix that begins a stop string and isn't all of it
         for stop in stops:
             self._add(stop)
+            if special is not None and (marks := special.marks_in(stop)):
+                self.marks |= marks
+                self._add(special.symbols(stop))
         self._link()
 
-    def advance(self, state: int, text: str, stop: bool = True) -> tuple[int, int, int]:
-        """Return (state, 0, 0) after `text`. If `stop` is true and a stop string ends in it: the state at the first such end, the length of the
-        longest one that ends there, and the number of characters of `text` after it."""
+    def advance(self, state: int, text: Sequence[str], stop: bool = True) -> tuple[int, int, int]:
+        """Return (state, 0, 0) after the symbols of `text`. If `stop` is true and a stop string ends in them: the state at the first such end, the
+        length of the longest one that ends there, and the number of symbols after it."""
         edges, fallback, found = self._edges, self._fallback, self._found
         for place, char in enumerate(text, start=1):
             while (state, char) not in edges and state != START:
@@ -56,10 +67,10 @@ class StopStrings:
         return state, 0, 0
 
     def held(self, state: int) -> int:
-        """Return how many of the last characters may turn out to begin a stop string."""
+        """Return how many of the last symbols may turn out to begin a stop string."""
         return self._held[state]
 
-    def _add(self, stop: str) -> None:
+    def _add(self, stop: Sequence[str]) -> None:
         state = START
         for depth, char in enumerate(stop, start=1):
             self._held[state] = depth - 1  # there is more to come
@@ -85,6 +96,37 @@ class StopStrings:
             for char, child in children[state]:
                 self._fallback[child], _, _ = self.advance(back, char, stop=False)
                 queue.append(child)
+
+
+class SpecialNames:
+    """Names of a tokenizer's special tokens, as they occur in stop strings."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._ids = {name: token_id for token_id, name in names.items() if name}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def marks_in(self, stop: str) -> dict[int, str]:
+        """Return the special tokens in a stop string, by id: their symbols."""
+        return {self._ids[name]: MARK + name for name in self._pattern.findall(stop)}
+
+    def symbols(self, stop: str) -> list[str]:
+        """Return a stop string as symbols, its special tokens as one each."""
+        symbols: list[str] = []
+        end = 0
+        for match in self._pattern.finditer(stop):
+            symbols += [*stop[end : match.start()], MARK + match[0]]
+            end = match.end()
+        return [*symbols, *stop[end:]]
+
+
+@lru_cache(maxsize=8)  # arguments by place alone
+def special_names(tokenizer: Tokenizer, /) -> SpecialNames:
+    return SpecialNames({token_id: tokenizer.decode([token_id]) for token_id in tokenizer.special_ids})
+
+
+def _spelled(symbols: Sequence[str]) -> str:
+    return "".join([symbol if len(symbol) == 1 else symbol.removeprefix(MARK) for symbol in symbols])
 
 
 class TokenText(Protocol):
@@ -242,7 +284,7 @@ class IncrementalText:
         self._num_tokens = 0
         self._released = bytearray()  # UTF-8. Not a list of pieces: the garbage collector would go through those of all running requests
         self._taken = 0  # bytes of it, as deltas
-        self._held = ""  # could begin a stop string
+        self._held: list[str] = []  # symbols that could begin a stop string
         self.stopped: str | None = None  # the stop string that ended it
 
     @property
@@ -281,14 +323,18 @@ class IncrementalText:
         if self.stopped is not None or self._stops is None:
             return self.stopped
         self._num_tokens += 1
-        new = self._tokens.append((token_id,))
+        new = list(self._tokens.append((token_id,)))
+        if token_id in self._stops.marks:
+            new.append(self._stops.marks[token_id])
         self._state, length, behind = self._stops.advance(self._state, new, self._num_tokens >= self._min_tokens)
         window = self._held + new
         if length:
             end = len(window) - behind
             start = end - length
-            self.stopped = window[start:end]
-            self._put(window[: end if self._include else start], "")
+            self.stopped = _spelled(window[start:end])
+            self._put(window[:start], [])
+            if self._include:
+                self._put(self.stopped, [])
             return self.stopped
         held = len(window) - self._stops.held(self._state)
         self._put(window[:held], window[held:])
@@ -297,9 +343,10 @@ class IncrementalText:
     def flush(self, stopped: bool = False) -> None:
         """End the text. What was held back is released, unless a stop string ended it (`stopped`, or as seen here)."""
         if not stopped and self.stopped is None:
-            self._put(self._held + self._tokens.flush(), "")
-        self._held = ""
+            self._put([*self._held, *self._tokens.flush()], [])
+        self._held = []
 
-    def _put(self, text: str, held: str) -> None:
+    def _put(self, symbols: Sequence[str], held: list[str]) -> None:
+        text = "".join([symbol for symbol in symbols if len(symbol) == 1])
         self._released += text.encode(*ENCODING)
         self._held = held

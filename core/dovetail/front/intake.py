@@ -24,7 +24,7 @@ from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
 from dovetail.errors import RequestError
 from dovetail.front import request_checks
-from dovetail.front.detokenizer import IncrementalText, StopStrings
+from dovetail.front.detokenizer import IncrementalText, StopStrings, special_names
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.pooling import PoolingFacts, PoolingIntake
 from dovetail.front.prompt_source import PromptSource
@@ -180,7 +180,7 @@ class Intake:
         return int(seed % 2**_SEED_BITS)
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return each bad word as tokens, as spelled at the start of a line and after a space. Raises `RequestError` for one that has no tokens, or
+        """Return each bad word as tokens, as spelled at the start of a text and after a space. Raises `RequestError` for one that has no tokens, or
         if they are too many tokens."""
         if not (words := params.bad_words):
             return ()
@@ -196,8 +196,10 @@ class Intake:
         """Return the incremental text of each sample; None without detokenization."""
         if not params.detokenize:
             return [None] * params.n
-        stops = StopStrings(params.stop) if params.stop else None
-        return [IncrementalText(self._tokenizer(), params, prompt_token_ids, stops) for _ in range(params.n)]
+        tokenizer, stops = self._tokenizer(), None
+        if params.stop:
+            stops = StopStrings(params.stop, special_names(tokenizer) if params.skip_special_tokens else None)
+        return [IncrementalText(tokenizer, params, prompt_token_ids, stops) for _ in range(params.n)]
 
     def tokenized(self, prompt: Prompt, *, cut: bool = False) -> Prompt:
         """Return a prompt of text with its token ids, any other as it is. `cut`: its parameters truncate it. Raises `RequestError` for what can't
