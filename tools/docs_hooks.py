@@ -30,6 +30,7 @@ from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
 from dovetail.limits import Limits
+from dovetail.nn.format import awq, compressed_tensors, fp8, gptq, mxfp4
 from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
@@ -342,7 +343,16 @@ def _code(*names: str) -> str:
 
 # A model's files
 
-FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG, *sentence_transformers_files.ALL)
+QUANTIZATION_KEYS = (
+    gptq.KEYS,
+    awq.KEYS,
+    fp8.KEYS,
+    mxfp4.KEYS,
+    compressed_tensors.KEYS,
+    compressed_tensors.GROUP_KEYS,
+    compressed_tensors.NUMBER_KEYS,
+)
+FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG, *sentence_transformers_files.ALL, *QUANTIZATION_KEYS)
 
 
 def file_keys(table: FileKeys) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Mapping
@@ -9,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
+from transformers.utils import quantization_config
 
 from dovetail import LLM, SamplingParams
 from dovetail.api.executor import QuantizationRef
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, PluginError, UnsupportedError
-from dovetail.nn.format import DENSE, Quantization, WeightFormat
+from dovetail.file_keys import FileKeys, NoEffect, Refused
+from dovetail.nn.format import DENSE, Quantization, WeightFormat, awq, compressed_tensors, fp8, gptq, mxfp4
+from dovetail.nn.format.int4 import Unpacked
 from dovetail.runtime.model_files import find_architecture, stored_as
 from dovetail.runtime.quantization import choose_quantization, place_weights
 from tests.models.oracle import CPU, MODELS, context
@@ -119,11 +124,18 @@ def test_what_is_left_out_stays_plain() -> None:
         (DEEPSEEK_V3 | {"activation_scheme": "token"}, "activation_scheme = 'token' is not implemented"),
         (DEEPSEEK_V3 | {"dequantize": True}, "dequantize = True is not implemented"),
         ({"quant_method": "mxfp4", "dequantize": True}, "dequantize = True is not implemented"),
-        (DEEPSEEK_V3 | {"hadamard": 64}, "hadamard = 64 is not implemented and may change the numbers"),
+        (DEEPSEEK_V3 | {"hadamard": 64}, "'hadamard' = 64 is unknown and may change the numbers"),
         (DEEPSEEK_V3 | {"is_checkpoint_fp8_serialized": False}, "remove it and set quantization: fp8"),
-        (GPTQ | {"desc_act": True}, "desc_act = True is not implemented: groups of inputs must be contiguous"),
+        (GPTQ | {"desc_act": True}, r"desc_act = True is not implemented \(only False\): groups of inputs must be contiguous"),
         (GPTQ | {"bits": 8}, r"bits = 8 is not implemented \(only 4\)"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
+        (GPTQ | {"format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic = .* settings of single modules"),
+        (AWQ | {"format": "gemv", "version": None}, "version = 'gemv' is not implemented"),
+        (DEEPSEEK_V3 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4' is not implemented"),
+        (of_group(weights={**FLOAT8, "symmetric": False}), "weights: symmetric = False is not implemented for 8 bits"),
+        (of_group(weights=FLOAT8) | {"quantization_status": "calibration"}, "quantization_status = 'calibration' is not implemented"),
+        (of_group(weights=FLOAT8, output_activations=FLOAT8), "output_activations = .* quantized outputs"),
         (AWQ | {"version": "gemv"}, "version = 'gemv' is not implemented"),
         (AWQ | {"zero_point": False}, "zero_point = False is not implemented"),
         (of_group(weights=INT4, format="pack-quantized", input_activations=FLOAT8), "with input_activations, are not implemented"),
@@ -177,6 +189,60 @@ def test_a_method_that_several_plugins_know_is_the_built_ins_unless_another_is_n
     assert type(choose(AWQ, "acme:awq", installed=(*QUANTIZATIONS, theirs))) is Theirs
     with pytest.raises(UnsupportedError, match=r"known to acme:awq and other:awq: write one of these names as `quantization` in engine.yaml"):
         choose(AWQ, installed=(theirs, others))
+
+
+TABLES: dict[str, FileKeys] = {
+    "GPTQConfig": gptq.KEYS,
+    "AwqConfig": awq.KEYS,
+    "FineGrainedFP8Config": fp8.KEYS,
+    "Mxfp4Config": mxfp4.KEYS,
+    "CompressedTensorsConfig": compressed_tensors.KEYS,
+}
+SETTINGS = {"gptq": GPTQ, "awq": AWQ, "fp8": DEEPSEEK_V3, "mxfp4": {"quant_method": "mxfp4"}, "compressed-tensors": of_group(weights=FLOAT8)}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_each_key_of_transformers_config_is_in_a_table(name: str) -> None:
+    names = inspect.signature(getattr(quantization_config, name)).parameters.keys() - {"kwargs"}
+    assert not [key for key in names if TABLES[name].rule(key) is None]
+
+
+def test_each_key_of_compressed_tensors_is_in_a_table() -> None:
+    """As version 0.20.1 writes them."""
+    of_config = "config_groups quant_method kv_cache_scheme format quantization_status global_compression_ratio ignore moe_sparsity_config version"
+    of_group = "targets weights input_activations output_activations format"
+    of_numbers = "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer observer_kwargs"
+    tables = (compressed_tensors.KEYS, of_config), (compressed_tensors.GROUP_KEYS, of_group), (compressed_tensors.NUMBER_KEYS, of_numbers)
+    assert not [key for table, keys in tables for key in keys.split() if table.rule(key) is None]
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_a_refused_key_is_refused_by_name_and_one_without_effect_is_not(table: FileKeys) -> None:
+    plain = SETTINGS[table.file]
+    for key, rule in table.keys.items():
+        if isinstance(rule, Refused):
+            for value in (None, *rule.unless):
+                choose(plain | {key: value})
+            with pytest.raises(UnsupportedError, match=rf"somewhere/config.json: quantization_config: {key} = 'other' is not implemented"):
+                choose(plain | {key: "other"})
+        elif isinstance(rule, NoEffect):
+            for value in (True, "other", 3, [1], {"a": 1}):
+                assert str(choose(plain | {key: value})) == str(choose(plain))
+
+
+@pytest.mark.parametrize("less_one", [True, False])
+def test_symmetric_zero_points_of_gptq_are_read_whatever_version_the_file_names(less_one: bool) -> None:
+    form = gptq.GptqInt4(32, symmetric=True, less_one=less_one)
+    tensors = {"qweight": torch.zeros(4, 8, dtype=torch.int32), "scales": torch.ones(1, 8)}
+
+    def unpacked(each: int) -> Unpacked:
+        word = torch.tensor([int(f"{each:x}" * 8, 16)]).to(torch.int32)
+        return form.unpack({**tensors, "qzeros": word[None]})
+
+    assert unpacked(7).zeros is None
+    assert unpacked(8).zeros is None
+    with pytest.raises(ModelLoadError, match="a zero point isn't 8, although the config says sym"):
+        unpacked(9)
 
 
 class Theirs(Quantization):

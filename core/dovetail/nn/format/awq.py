@@ -10,16 +10,35 @@ import torch
 
 from dovetail.checks import shown
 from dovetail.errors import UnsupportedError
+from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
+from dovetail.nn.format.gptq import KERNELS
+from dovetail.nn.format.gptq import KEYS as GPTQ_KEYS
 from dovetail.nn.format.int4 import Int4, Unpacked
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
-from dovetail.nn.format.reading import group_size, names, refuse_others
+from dovetail.nn.format.reading import WHERE, group_size, names
 from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
-_READ = {"quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "modules_to_not_convert"}
-_OF_OTHERS = {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"}  # hints for other engines' kernels
+KEYS = FileKeys(
+    "awq",
+    {
+        "quant_method": Used("the format"),
+        "bits": Used("4; others are refused"),
+        "w_bit": Used("the same in older files"),
+        "group_size": Used("inputs per scale"),
+        "q_group_size": Used("the same in older files"),
+        "version": Used("gemm; others are refused"),
+        "format": Used("the same, where `version` is missing"),
+        "modules_to_not_convert": Used("modules that aren't quantized"),
+        "zero_point": Refused("symmetric weights", (True,)),
+        "desc_act": Refused("groups of inputs must be contiguous", (False,)),
+        "sym": NoEffect("AWQ stores zero points"),
+        **{name: rule for name, rule in GPTQ_KEYS.keys.items() if isinstance(rule, NoEffect)},
+        **dict.fromkeys(("do_fuse", "fuse_max_seq_len", "modules_to_fuse"), KERNELS),
+    },
+)
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of outputs within 32 bits, see `packing.unpacked`
 
 
@@ -47,13 +66,12 @@ class Awq(Quantization):
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)
         config = config or {}
-        refuse_others(config, _READ | _OF_OTHERS)
+        KEYS.check(config, WHERE)
         if (bits := config.get("bits", config.get("w_bit"))) != 4:
             raise UnsupportedError(f"quantization_config: bits = {shown(bits)} is not implemented (only 4)")
-        if str(version := config.get("version", "gemm")).lower() != "gemm":
+        version = config.get("version") or config.get("format") or "gemm"
+        if str(version).lower() != "gemm":
             raise UnsupportedError(f"quantization_config: version = {shown(version)} is not implemented (only gemm)")
-        if not config.get("zero_point", True):
-            raise UnsupportedError("quantization_config: zero_point = False is not implemented (only True)")
         self.format = AwqInt4(group_size(config, "group_size" if "group_size" in config else "q_group_size"), symmetric=False)
         self._left_out = names(config, "modules_to_not_convert")
 

@@ -10,20 +10,64 @@ import torch
 
 from dovetail.checks import shown
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.int4 import Int4, Unpacked
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
-from dovetail.nn.format.reading import block_size, group_size, keys_and_values, matches, names, refuse_others
+from dovetail.nn.format.reading import WHERE, block_size, group_size, keys_and_values, matches, names
 from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
-_READ = {"quant_method", "config_groups", "format", "ignore", "quantization_status", "global_compression_ratio", "version"}
-_READ |= {"kv_cache_scheme"}  # scales of K and V, which `dovetail.runtime.kv_scales` reads if `kv_cache_dtype` requires them
-_READ_OF_GROUP = {"targets", "weights", "input_activations", "format"}
-_READ_OF_NUMBERS = {"num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic", "actorder"}
-_READ_OF_NUMBERS |= {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
+_MAKING = NoEffect("how the scales were computed")
+_STORED = NoEffect("the tensors say it")
+KEYS = FileKeys(
+    "compressed-tensors",
+    {
+        "quant_method": Used("the format"),
+        "config_groups": Used("which layers are stored how, below"),
+        "format": Used("the packing of groups that name none"),
+        "ignore": Used("modules that aren't quantized"),
+        "kv_cache_scheme": Used("scales of K and V, read if `kv_cache_dtype` is fp8"),
+        "quantization_status": Refused("weights that aren't compressed", ("compressed", "frozen")),
+        "sparsity_config": Refused("sparse weights", ({},)),
+        "transform_config": Refused("transformed weights", ({},)),
+        "moe_sparsity_config": Refused("sparse experts"),
+        "dequantize": Refused("it stores weights in 16 bits; leave the format, results are the same", (False,)),
+        "run_compressed": NoEffect("a hint for transformers"),
+        "use_optimized_inference": NoEffect("a hint for transformers"),
+        "global_compression_ratio": NoEffect("a figure about the file"),
+        "version": NoEffect("the version that wrote the file"),
+    },
+)
+GROUP_KEYS = FileKeys(
+    "compressed-tensors: config_groups",
+    {
+        "targets": Used("names of layers, or Linear"),
+        "weights": Used("how weights are stored, below"),
+        "input_activations": Used("how inputs are quantized, below"),
+        "format": Used("float-quantized, naive-quantized or pack-quantized"),
+        "output_activations": Refused("quantized outputs"),
+    },
+)
+NUMBER_KEYS = FileKeys(
+    "compressed-tensors: weights and input_activations",
+    {
+        "num_bits": Used("8, or 4 of weights"),
+        "type": Used("float of 8 bits, int of 4"),
+        "strategy": Used("tensor, channel or block of 8 bits; group or channel of 4"),
+        "group_size": Used("inputs per scale"),
+        "block_structure": Used("outputs and inputs per scale"),
+        "symmetric": Used("whether there are zero points; only of 4 bits"),
+        "dynamic": Used("whether scales of inputs are computed"),
+        "actorder": Used("weight or static; others are refused"),
+        "observer": _MAKING,
+        "observer_kwargs": _MAKING,
+        "scale_dtype": _STORED,
+        "zp_dtype": _STORED,
+    },
+)
 _LINEAR = "Linear"  # class name of all layers that can be quantized
 
 
@@ -54,7 +98,7 @@ class CompressedTensors(Quantization):
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)
         config = config or {}
-        refuse_others(config, _READ)
+        KEYS.check(config, WHERE)
         self._ignored = names(config, "ignore")
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not groups:
@@ -81,10 +125,10 @@ def _targets(name: str, group: Any) -> tuple[str, ...]:
 
 def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightFormat:
     where = f"quantization_config: config_groups.{name}"
-    refuse_others(group, _READ_OF_GROUP, where)
+    GROUP_KEYS.check(group, where)
     weights = keys_and_values(group.get("weights") or {}, f"{where}.weights")
     inputs, packing = group.get("input_activations"), group.get("format") or fallback
-    refuse_others(weights, _READ_OF_NUMBERS, f"{where}.weights")
+    NUMBER_KEYS.check(weights, f"{where}.weights")
     kind = (weights.get("type"), weights.get("num_bits"))
     if kind == ("float", 8) and packing in ("float-quantized", "naive-quantized"):
         return _float8(where, weights, inputs)
@@ -96,9 +140,12 @@ def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightForm
 
 def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Float8:
     if inputs is not None:
-        refuse_others(keys_and_values(inputs, f"{where}.input_activations"), _READ_OF_NUMBERS, f"{where}.input_activations")
+        NUMBER_KEYS.check(keys_and_values(inputs, f"{where}.input_activations"), f"{where}.input_activations")
         if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
             raise UnsupportedError(f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float of 8 bits)")
+    for kind, numbers in (("weights", weights), ("input_activations", inputs or {})):
+        if numbers.get("symmetric") is False:
+            raise UnsupportedError(f"{where}.{kind}: symmetric = False is not implemented for 8 bits (only True)")
     static, bits = inputs is not None and not inputs.get("dynamic"), 16 if inputs is None else 8
     strategy = weights.get("strategy")
     if strategy == "block":

@@ -9,21 +9,28 @@ from typing import Any
 
 from dovetail.checks import shown
 from dovetail.errors import UnsupportedError
+from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
-from dovetail.nn.format.reading import block_size, names, refuse_others, within
+from dovetail.nn.format.reading import WHERE, block_size, names, within
 
-_READ = {
-    "quant_method",
-    "fmt",
-    "activation_scheme",
-    "weight_block_size",
-    "modules_to_not_convert",
-    "ignored_layers",
-    "is_checkpoint_fp8_serialized",
-    "scale_fmt",
-}
+KEYS = FileKeys(
+    "fp8",
+    {
+        "quant_method": Used("the format"),
+        "activation_scheme": Used("dynamic or static; others are refused"),
+        "weight_block_size": Used("outputs and inputs per scale; a scale per tensor if it is missing"),
+        "modules_to_not_convert": Used("modules that aren't quantized"),
+        "ignored_layers": Used("the same by another name"),
+        "fmt": Refused("another type of weights", ("e4m3", "float8_e4m3fn")),
+        "is_checkpoint_fp8_serialized": Refused("plain weights; remove it and set quantization: fp8", (True,)),
+        "scale_fmt": NoEffect("how scales are stored and rounded: weights' are read as they are, activations' aren't rounded"),
+        "dequantize": Refused("it stores weights in 16 bits; leave the format, results are the same", (False,)),
+        "modules_to_convert": Refused("quantized layers that aren't linear", ([],)),
+        "expert_dtype": Refused("experts in FP4", ("fp8",)),
+    },
+)
 
 
 class Fp8(Quantization):
@@ -35,11 +42,7 @@ class Fp8(Quantization):
         self.format = Float8("computed")
         if config is None:
             return
-        refuse_others(config, _READ)
-        if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-            raise UnsupportedError(f"quantization_config: fmt = {shown(config['fmt'])} is not implemented (only e4m3)")
-        if config.get("is_checkpoint_fp8_serialized") is False:
-            raise UnsupportedError("quantization_config: is_checkpoint_fp8_serialized = False: remove it and set quantization: fp8")
+        KEYS.check(config, WHERE)
         if (scheme := config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
             raise UnsupportedError(f"quantization_config: activation_scheme = {shown(scheme)} is not implemented (only dynamic, static)")
         self._left_out = names(config, "modules_to_not_convert") + names(config, "ignored_layers")

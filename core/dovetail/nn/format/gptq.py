@@ -10,21 +10,42 @@ import torch
 
 from dovetail.checks import shown
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.int4 import MIDDLE, Int4, Unpacked
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
-from dovetail.nn.format.reading import group_size, refuse_others, within
+from dovetail.nn.format.reading import WHERE, group_size, within
 from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
-_READ = {"quant_method", "bits", "group_size", "sym", "checkpoint_format", "modules_in_block_to_quantize"}
-_OF_MAKING = {  # how the weights were computed, and hints for other engines' kernels: no effect on values
-    *("backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset"),
-    *("disable_exllama", "exllama_config", "max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen"),
-    *("module_name_preceding_first_block", "mse", "pack_dtype", "pad_token_id", "quantizer", "static_groups", "tokenizer"),
-    *("true_sequential", "use_cuda_fp16", "use_exllama"),
-}
+MAKING = NoEffect("how the weights were computed")
+KERNELS = NoEffect("a hint for the kernels of other engines")
+FILES = NoEffect("names of other files")
+KEYS = FileKeys(
+    "gptq",
+    {
+        "quant_method": Used("the format"),
+        "bits": Used("4; others are refused"),
+        "group_size": Used("inputs per scale"),
+        "sym": Used("whether all zero points are 8"),
+        "checkpoint_format": Used("gptq stores zero points minus 1, gptq_v2 as they are; others are refused"),
+        "format": Used("the same, where `checkpoint_format` is missing"),
+        "modules_in_block_to_quantize": Used("the quantized modules; all if it is missing"),
+        "desc_act": Refused("groups of inputs must be contiguous", (False,)),
+        "dynamic": Refused("settings of single modules", ({},)),
+        "is_marlin_format": Refused("weights in the order of one kernel", (False,)),
+        "lm_head": Refused("a quantized output layer", (False,)),
+        **dict.fromkeys(("batch_size", "block_name_to_quantize", "cache_block_outputs"), MAKING),
+        **dict.fromkeys(("act_group_aware", "damp_auto_increment", "damp_percent", "dataset"), MAKING),
+        **dict.fromkeys(("model_seqlen", "module_name_preceding_first_block", "mse", "offload_to_disk"), MAKING),
+        **dict.fromkeys(("pad_token_id", "quantizer", "static_groups", "tokenizer"), MAKING),
+        **dict.fromkeys(("true_sequential", "v2", "v2_alpha", "meta"), MAKING),
+        **dict.fromkeys(("backend", "disable_exllama", "exllama_config", "max_input_length"), KERNELS),
+        **dict.fromkeys(("pack_dtype", "use_cuda_fp16", "use_exllama"), KERNELS),
+        **dict.fromkeys(("model_file_base_name", "model_name_or_path"), FILES),
+    },
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +71,12 @@ class GptqInt4(Int4):
             size = self.group or len(groups)
             if not torch.equal(groups.long().cpu(), torch.arange(len(groups)) // size):
                 raise ModelLoadError("g_idx: groups of non-contiguous inputs (desc_act) are not implemented")
-        zeros = unpacked(tensors["qzeros"], 1).t() + self.less_one
-        if self.symmetric and not bool((zeros == MIDDLE).all()):
+        stored = unpacked(tensors["qzeros"], 1).t()
+        # Some writers label one version as the other; if all zero points are the middle, the values tell which it is.
+        is_middle = any(bool((stored == value).all()) for value in (MIDDLE, MIDDLE - 1))
+        if self.symmetric and not is_middle:
             raise ModelLoadError(f"qzeros: a zero point isn't {MIDDLE}, although the config says sym")
+        zeros = stored + self.less_one
         return Unpacked(values, tensors["scales"].t(), None if self.symmetric else zeros)
 
 
@@ -62,12 +86,11 @@ class Gptq(Quantization):
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)
         config = config or {}
-        if config.get("desc_act"):
-            raise UnsupportedError("quantization_config: desc_act = True is not implemented: groups of inputs must be contiguous")
-        refuse_others(config, _READ | _OF_MAKING)
+        KEYS.check(config, WHERE)
         if config.get("bits") != 4:
             raise UnsupportedError(f"quantization_config: bits = {shown(config.get('bits'))} is not implemented (only 4)")
-        if (packing := config.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
+        packing = config.get("checkpoint_format") or config.get("format") or "gptq"
+        if packing not in ("gptq", "gptq_v2"):
             raise UnsupportedError(f"quantization_config: checkpoint_format = {shown(packing)} is not implemented (only gptq, gptq_v2)")
         self.format = GptqInt4(group_size(config, "group_size"), bool(config.get("sym", True)), packing == "gptq")
         self._quantized = tuple(str(name) for some in config.get("modules_in_block_to_quantize") or () for name in some)

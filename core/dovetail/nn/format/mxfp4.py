@@ -13,13 +13,22 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.file_keys import FileKeys, Refused, Used
 from dovetail.nn.format.base import Quantization, WeightFormat, stacked
 from dovetail.nn.format.dense import DENSE
-from dovetail.nn.format.reading import names, refuse_others
+from dovetail.nn.format.reading import WHERE, names
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.parameter import Part, Weight
 
+KEYS = FileKeys(
+    "mxfp4",
+    {
+        "quant_method": Used("the format"),
+        "modules_to_not_convert": Used("modules that aren't quantized"),
+        "dequantize": Refused("it stores weights in 16 bits; leave the format, results are the same", (False,)),
+    },
+)
 GROUP = 32  # inputs per scale
 BLOCK = 128  # number of inputs that are packed together, as in `int4`
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -101,7 +110,7 @@ class Mxfp4(Quantization):
         super().__init__(config)
         if config is None:
             raise UnsupportedError("mxfp4: plain checkpoints can't be quantized to it while loading")
-        refuse_others(config, {"quant_method", "modules_to_not_convert"})
+        KEYS.check(config, WHERE)
         self._left_out = names(config, "modules_to_not_convert")
 
     def of_module(self, name: str) -> WeightFormat:

@@ -1,22 +1,15 @@
-"""Helpers that read a checkpoint's `quantization_config`. Unknown fields are rejected: they may change the values."""
+"""Helpers that read a checkpoint's `quantization_config`. Each format has a table of its keys."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dovetail.checks import shown
-from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.errors import ModelLoadError
 
-
-def refuse_others(config: Mapping[str, Any], known: Collection[str], where: str = "quantization_config") -> None:
-    """Raise `UnsupportedError` for unknown fields, unless they are off: None, False, 0 or empty."""
-    for name, value in config.items():
-        if name not in known and value:
-            raise UnsupportedError(
-                f"{where}: {name} = {shown(value)} is not implemented and may change the numbers (known: {', '.join(sorted(known))})"
-            )
+WHERE = "quantization_config"
 
 
 def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
