@@ -21,6 +21,7 @@ from dovetail.limits import Limits
 from dovetail.structured import Structured
 from dovetail_server.app import create_app
 from dovetail_server.protocol.reasoning import EFFORT_TOKENS, reads
+from dovetail_server.protocol.response_tools import ResponseTools
 from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving
@@ -228,6 +229,115 @@ def test_who_wants_no_ignored_fields_gets_a_400(ask: Any, path: str, named: str)
     assert not engine.submitted
 
 
+# Tools of Codex
+
+
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}
+FURTHER: list[dict[str, Any]] = [
+    {
+        "type": "namespace",
+        "name": "mcp__docs",
+        "description": "Documents.",
+        "tools": [
+            {"type": "function", "name": "find", "description": "Find one.", "parameters": {"type": "object", "properties": {"q": {}}}},
+            {"type": "custom", "name": "note"},
+        ],
+    },
+    {"type": "custom", "name": "apply_patch", "description": "Edit files.", "format": GRAMMAR},
+    {"type": "local_shell"},
+    {"type": "tool_search", "execution": "client", "description": "Find tools."},
+]
+CALLED: dict[str, tuple[str, str, dict[str, Any]]] = {  # what the model calls, with what, and the item that the client gets
+    "a function": ("shell", '{"command": ["ls"]}', {"type": "function_call", "name": "shell", "arguments": '{"command": ["ls"]}'}),
+    "a function of a namespace": (
+        "mcp__docs__find",
+        '{"q": 1}',
+        {"type": "function_call", "namespace": "mcp__docs", "name": "find", "arguments": '{"q": 1}'},
+    ),
+    "a custom tool of a namespace": (
+        "mcp__docs__note",
+        '{"input": "a"}',
+        {"type": "custom_tool_call", "namespace": "mcp__docs", "name": "note", "input": "a"},
+    ),
+    "a custom tool": (
+        "apply_patch",
+        '{"input": "*** Begin Patch\\n*** End Patch"}',
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin Patch\n*** End Patch"},
+    ),
+    "a custom tool with other arguments": ("apply_patch", '{"text": 1}', {"type": "custom_tool_call", "name": "apply_patch", "input": '{"text": 1}'}),
+    "a local shell": (
+        "local_shell",
+        '{"command": ["ls"]}',
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+    ),
+    "a search for tools": ("tool_search", '{"query": "x"}', {"type": "tool_search_call", "execution": "client", "arguments": {"query": "x"}}),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", CALLED)
+async def test_calls_of_codexs_tools_come_in_their_own_form_and_can_be_sent_back(fake: Callable[..., FakeEngine], name: str) -> None:
+    function, arguments, expected = CALLED[name]
+    engine = fake(f'<tool_call>{{"name": "{function}", "arguments": {arguments}}}</tool_call>')
+    fields = {key: value for key, value in CODEX.items() if key not in ("client_metadata", "stream", "reasoning")}
+    asked: Any = {**fields, "tools": [*CODEX["tools"], *FURTHER], "extra_body": {"chat_template": PLAIN}}
+    async with serving(engine) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        whole = await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        [item] = whole.output
+        given = item.model_dump(exclude_unset=True)
+        assert {key: value for key, value in given.items() if key not in ("id", "status", "call_id")} == expected
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [one.model_dump(exclude_unset=True, exclude={"id", "call_id"}) for one in done] == [
+            {key: value for key, value in given.items() if key not in ("id", "call_id")}
+        ]
+        result = {"type": RESULTS[given["type"]], "call_id": given["call_id"], "output": "well"}
+        if given["type"] == "tool_search_call":
+            result = {**result, "tools": [{"type": "function", "name": "found"}]}
+            del result["output"]
+        again = await client.responses.create(**{**asked, "input": [*CODEX["input"], given, result]})
+    assert again.status == "completed"
+    prompt = str(engine.submitted[-1].prompt)
+    assert f"'name': '{function}'" in prompt.rpartition("Go on")[2], "the call"
+    assert prompt.rstrip().endswith(("wellassistant:", "Found: foundassistant:"))
+    assert given["type"] != "tool_search_call" or "'found'" in prompt.partition("developer: ")[0], "what was found is a tool"
+
+
+RESULTS = {
+    "function_call": "function_call_output",
+    "custom_tool_call": "custom_tool_call_output",
+    "local_shell_call": "local_shell_call_output",
+    "tool_search_call": "tool_search_output",
+}
+
+
+def test_the_model_sees_codexs_tools_as_functions(ask: Any) -> None:
+    answer, engine = ask("/v1/responses", PLAIN, tools=FURTHER, stream=False)
+    assert answer.status_code == 200, answer.text
+    prompt = engine.submitted[0].prompt
+    for text in ("'mcp__docs__find'", "Documents.\\n\\nFind one.", "'apply_patch'", "*** Begin Patch", "'local_shell'", "'tool_search'"):
+        assert text in prompt
+    assert answer.json()["tools"] == FURTHER
+
+
+def test_a_namespaces_description_is_not_multiplied_by_its_tools() -> None:
+    tools = [{"type": "function", "name": f"f{index}"} for index in range(1000)]
+    read = ResponseTools([{"type": "namespace", "name": "n", "description": "x" * 100_000, "tools": tools}]).functions
+    assert len(read) == 1000
+    assert sum(len(str(function.template)) for function in read) < 300_000
+
+
+def test_conversations_are_compacted_by_the_client(fake: Callable[..., FakeEngine]) -> None:
+    answer = TestClient(create_app(fake())).post("/v1/responses/compact", json={"model": "fake", "input": CODEX["input"]})
+    assert "ask for a summary in /v1/responses" in message_of(answer)
+
+
+def test_a_custom_tool_can_be_demanded(ask: Any) -> None:
+    answer, engine = ask("/v1/responses", PLAIN, tools=FURTHER, tool_choice={"type": "custom", "name": "apply_patch"})
+    assert answer.status_code == 200, answer.text
+    assert "apply_patch" in engine.submitted[0].params.structured.text
+
+
 # Reasoning
 
 
@@ -428,23 +538,29 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {  # path, what is sent, what 
     "a type that is a number": ("/v1/messages", {"tools": [{"type": 7, "name": "x"}]}, "tools[0].type"),
     "a wrong field of a tool": ("/v1/messages", {"tools": [{"name": "x", "input_schema": {}, "strict": "yes"}]}, "tools[0].strict"),
     "Codex's web search": ("/v1/responses", {"tools": [{"type": "web_search", "external_web_access": False}]}, 'web_search = "disabled"'),
-    "a free-form tool": (
+    "a tool within a namespace": (
         "/v1/responses",
-        {"tools": [{"type": "custom", "name": "apply_patch"}]},
-        "a parameter for the text",
+        {"tools": [{"type": "namespace", "name": "m", "tools": [{"type": "local_shell"}]}]},
+        "tools[0].tools[0].type",
     ),
-    "a namespace": ("/v1/responses", {"tools": [{"type": "namespace", "name": "m", "description": "", "tools": []}]}, "one by one"),
+    "two tools of one name": (
+        "/v1/responses",
+        {"tools": [{"type": "function", "name": "m__f"}, {"type": "namespace", "name": "m", "tools": [{"type": "function", "name": "f"}]}]},
+        "two tools as 'm__f'",
+    ),
+    "a format of another kind": ("/v1/responses", {"tools": [{"type": "custom", "name": "x", "format": {"type": "yaml"}}]}, "tools[0].format"),
+    "a search on the server": ("/v1/responses", {"tools": [{"type": "tool_search"}]}, "sees all tools"),
+    "a found tool that is wrong": (
+        "/v1/responses",
+        {"input": [{"type": "tool_search_output", "call_id": "c", "tools": [{"type": "function"}]}]},
+        "input[0].tools[0].name",
+    ),
     "image generation": ("/v1/responses", {"tools": [{"type": "image_generation"}]}, "write text"),
-    "a local shell": ("/v1/responses", {"tools": [{"type": "local_shell"}]}, "describe it as a function"),
     "a tool without a type": ("/v1/responses", {"tools": [{"name": "x"}]}, "tools[0].type"),
     "an earlier answer": ("/v1/responses", {"previous_response_id": "resp_1"}, "send the whole conversation"),
     "an unknown tier": ("/v1/responses", {"service_tier": "gold"}, "service_tier"),
     "an unknown summary": ("/v1/responses", {"reasoning": {"summary": "long"}}, "reasoning.summary"),
-    "a call of a free-form tool": (
-        "/v1/responses",
-        {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "x", "input": ""}]},
-        "input[0].type",
-    ),
+    "an item of another type": ("/v1/responses", {"input": [{"type": "web_search_call", "id": "w"}]}, "input[0].type"),
     "labels that are no object": ("/v1/responses", {"client_metadata": "x"}, "client_metadata"),
     "chat: an unknown effort": ("/v1/chat/completions", {"reasoning_effort": "huge"}, "reasoning_effort"),
     "chat: a web search": ("/v1/chat/completions", {"web_search_options": {}}, "searches no web"),

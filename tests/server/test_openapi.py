@@ -69,6 +69,7 @@ VALUES: dict[str, Any] = {  # of advisory fields that take few
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": "clear_tool_uses_20250919"}]},
     "stream_options.include_obfuscation": True,
     "tools[].defer_loading": True,
+    "tools[].tools[].defer_loading": True,
     "tools[].eager_input_streaming": True,
     "thinking.display": "omitted",
 }
@@ -112,6 +113,9 @@ def with_field(kind: type[Any], path: str, value: Any) -> dict[str, Any]:
     parent, _, name = path.rpartition(".")
     if parent == "tools[]":
         return body | {"tools": [{**TOOLS[kind], **({} if value is None else {name: value})}]}
+    if parent == "tools[].tools[]":
+        inner = {**TOOLS[kind], **({} if value is None else {name: value})}
+        return body | {"tools": [{"type": "namespace", "name": "n", "tools": [inner]}]}
     if parent in ("system[]", "messages[].content[]"):
         block = {"type": "text", "text": "Hi", **({} if value is None else {name: value})}
         return body | ({"system": [block]} if parent == "system[]" else {"messages": [{"role": "user", "content": [block]}]})

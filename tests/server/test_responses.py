@@ -24,6 +24,7 @@ from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.protocol.response_events import ResponseWriter
+from dovetail_server.protocol.response_tools import ResponseTools
 from tests.server.answers import answers, parser_named, read_events
 from tests.server.scripted import Script, ScriptedEngine
 from tests.server.serving import PATIENCE_S, serving_in_thread
@@ -43,7 +44,7 @@ def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
 def streamed(events: list[Event], finish_reason: Literal["stop", "length"]) -> list[dict[str, Any]]:
     """The events of a stream, each checked by OpenAI's own types."""
     begun = protocol.begun_answer(read(), "resp_1", "m", 0)
-    writer = ResponseWriter(begun)
+    writer = ResponseWriter(begun, ResponseTools(()))
     parts = AnswerParts(writer)
     writer.start(TokenCounts(1, 0, 0))
     parts.add(events)

@@ -58,6 +58,7 @@ RESPONSES = (
     Advisory("reasoning.summary", "reasoning is returned in full", ("auto",)),
     Advisory("reasoning.generate_summary", "reasoning is returned in full", ("auto",)),
     Advisory("tools[].defer_loading", _NOT_DEFERRED, (False,)),
+    Advisory("tools[].tools[].defer_loading", _NOT_DEFERRED, (False,)),
 )
 MESSAGES = (
     _label("metadata", "it describes the request"),

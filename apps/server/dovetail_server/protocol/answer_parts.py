@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+import msgspec
+
 from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 
@@ -116,6 +118,14 @@ class AnswerParts:
             part.logprobs += logprobs
         if self._writer is not None:
             self._writer.grew(part, text, logprobs)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return a call's arguments as an object. Those that aren't one (because the answer was cut off, say) become `{"INVALID_JSON": "…"}`."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {"INVALID_JSON": text}
 
 
 def _length(logprobs: Sequence[dict[str, Any]]) -> int:

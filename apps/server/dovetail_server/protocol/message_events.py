@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dovetail.request import CompletionOutput
-from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind
+from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind, arguments_of
 from dovetail_server.protocol.messages import MessageAnswer, StopReason, TextAnswer, ThinkingAnswer, ToolUseAnswer, Usage
 from dovetail_server.protocol.openai_common import TokenCounts
 
@@ -86,11 +86,4 @@ def _block(part: AnswerPart) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
         case PartKind.REASONING:
             return ThinkingAnswer(part.text)
         case PartKind.CALL:
-            return ToolUseAnswer(part.id, part.name, _arguments(part.text))
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return {"INVALID_JSON": text}
+            return ToolUseAnswer(part.id, part.name, arguments_of(part.text))

@@ -200,7 +200,7 @@ class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True)
 
     def function_tools(self) -> list[ToolFunction]:
         """Return the tools that the model may call. Raises `HttpError` and `RequestError` for invalid ones."""
-        tools = read_tools(self.tools or (), Tool, "custom")
+        tools = read_tools(self.tools or (), Tool)
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
         return [ToolFunction.of(tool.name, tool.description, tool.input_schema, tool.strict) for tool in tools]

@@ -19,7 +19,8 @@ from dovetail_server.protocol.decoding import Only
 from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount, Tool
 from dovetail_server.protocol.openai_common import GenerationFields
 from dovetail_server.protocol.pooling import ClassifyRequest, EmbeddingRequest, PoolingFields, PoolingRequest, RerankRequest, ScoreRequest
-from dovetail_server.protocol.responses import ITEMS, FunctionTool, ResponseAnswer, ResponsesRequest
+from dovetail_server.protocol.response_tools import KINDS
+from dovetail_server.protocol.responses import ITEMS, ResponseAnswer, ResponsesRequest
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 _REASONS = {
@@ -156,7 +157,7 @@ def document(*, paths: Collection[str], version: str, root_path: str, has_keys: 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:
     """Return references to the operations' structs, and the components that they refer to."""
-    structs: dict[type[Struct], None] = dict.fromkeys((*ITEMS.values(), FunctionTool, Tool))  # which requests reference by name
+    structs: dict[type[Struct], None] = dict.fromkeys((*ITEMS.values(), *KINDS.values(), Tool))  # which requests reference by name
     for operation in operations:
         used = (operation.request, operation.answer, operation.error_shape)
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))

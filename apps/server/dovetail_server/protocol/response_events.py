@@ -10,17 +10,22 @@ import msgspec
 
 from dovetail.request import CompletionOutput
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind
+from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind, arguments_of
 from dovetail_server.protocol.openai_common import TokenCounts
+from dovetail_server.protocol.response_tools import Callee, ResponseTools
 from dovetail_server.protocol.responses import (
     IncompleteDetails,
     InputTokensDetails,
+    OutputCall,
+    OutputCustomCall,
     OutputFunctionCall,
     OutputItem,
+    OutputLocalShellCall,
     OutputMessage,
     OutputReasoning,
     OutputTextPart,
     OutputTokensDetails,
+    OutputToolSearchCall,
     ReasoningTextPart,
     ResponseAnswer,
     ResponseUsage,
@@ -37,27 +42,31 @@ class ResponseWriter:
 
     ping: bytes | None = None
 
-    def __init__(self, head: ResponseAnswer) -> None:
+    def __init__(self, head: ResponseAnswer, tools: ResponseTools) -> None:
         """`head`: the answer without output, which the first events contain."""
-        self._head = head
+        self._head, self._tools = head, tools
         self._chunks: list[bytes] = []
         self._events = 0  # sequence_number of the next one
-        self._before_text = b""  # of a delta event
+        self._before_text: bytes | None = None  # of a delta event; None: the part has none before its end
 
     def start(self, counts: TokenCounts) -> None:
         self._event("response.created", response=self._head)
         self._event("response.in_progress", response=self._head)
 
     def opened(self, part: AnswerPart) -> None:
-        item = item_of(part, self._head.id, "in_progress", empty=True)
+        item = self._item(part, "in_progress", empty=True)
         self._event("response.output_item.added", output_index=part.index, item=item)
-        if not isinstance(item, OutputFunctionCall):
+        if part.kind is not PartKind.CALL:
             self._event("response.content_part.added", **self._place(part), part=_content(part, empty=True))
-        type = f"{_EVENTS[part.kind]}.delta"
-        body = _encode({"type": type, **self._place(part)})[:-1]
-        self._before_text = b'event: %b\ndata: %b,"delta":' % (type.encode(), body)
+        self._before_text = None
+        if part.kind is not PartKind.CALL or isinstance(item, OutputFunctionCall):
+            type = f"{_EVENTS[part.kind]}.delta"
+            body = _encode({"type": type, **self._place(part)})[:-1]
+            self._before_text = b'event: %b\ndata: %b,"delta":' % (type.encode(), body)
 
     def grew(self, part: AnswerPart, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
+        if self._before_text is None:
+            return
         logprobs_json = b""
         if part.kind is PartKind.TEXT:
             logprobs_json = b',"logprobs":%b' % _encode(logprobs) if logprobs else b',"logprobs":[]'
@@ -67,13 +76,17 @@ class ResponseWriter:
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
         status: Status = "incomplete" if cut else "completed"
         place = self._place(part)
-        if part.kind is PartKind.CALL:
-            self._event("response.function_call_arguments.done", **place, name=part.name, arguments=part.text)
-        else:
+        item = self._item(part, status)
+        if isinstance(item, OutputFunctionCall):
+            self._event("response.function_call_arguments.done", **place, name=item.name, arguments=part.text)
+        elif isinstance(item, OutputCustomCall):
+            self._event("response.custom_tool_call_input.delta", **place, delta=item.input)
+            self._event("response.custom_tool_call_input.done", **place, input=item.input)
+        elif part.kind is not PartKind.CALL:
             logprobs: dict[str, Any] = {"logprobs": part.logprobs} if part.kind is PartKind.TEXT else {}
             self._event(f"{_EVENTS[part.kind]}.done", **place, text=part.text, **logprobs)
             self._event("response.content_part.done", **place, part=_content(part))
-        self._event("response.output_item.done", output_index=part.index, item=item_of(part, self._head.id, status))
+        self._event("response.output_item.done", output_index=part.index, item=item)
 
     def finish(self, answer: ResponseAnswer) -> None:
         self._event(f"response.{answer.status}", response=answer)
@@ -95,7 +108,7 @@ class ResponseWriter:
             status="incomplete" if cut else "completed",
             completed_at=None if cut else int(time.time()),
             incomplete_details=IncompleteDetails("max_output_tokens") if last.finish_reason == "length" else None,
-            output=[item_of(part, self._head.id, "incomplete" if cut and part.index == final else "completed") for part in parts.parts],
+            output=[self._item(part, "incomplete" if cut and part.index == final else "completed") for part in parts.parts],
             usage=ResponseUsage(
                 input_tokens=counts.prompt,
                 input_tokens_details=InputTokensDetails(counts.cached),
@@ -104,6 +117,17 @@ class ResponseWriter:
                 total_tokens=counts.prompt + counts.completion,
             ),
         )
+
+    def _item(self, part: AnswerPart, status: Status, *, empty: bool = False) -> OutputItem:
+        """Return a part as an output item; `empty`: without its text, as a stream begins it."""
+        id = item_id(part, self._head.id)
+        match part.kind:
+            case PartKind.TEXT:
+                return OutputMessage(id=id, status=status, content=[] if empty else [OutputTextPart(part.text, logprobs=part.logprobs)])
+            case PartKind.REASONING:
+                return OutputReasoning(id=id, status=status, content=[] if empty else [ReasoningTextPart(part.text)])
+            case PartKind.CALL:
+                return call_of(part, id, status, self._tools.callee(part.name), empty=empty)
 
     def _place(self, part: AnswerPart) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": item_id(part, self._head.id), "output_index": part.index}
@@ -120,16 +144,22 @@ def item_id(part: AnswerPart, response_id: str) -> str:
     return f"{_PREFIXES[part.kind]}_{response_id.removeprefix('resp_')}_{part.index}"
 
 
-def item_of(part: AnswerPart, response_id: str, status: Status, *, empty: bool = False) -> OutputItem:
-    """Return a part as an output item; `empty`: without its text, as a stream begins it."""
-    id = item_id(part, response_id)
-    match part.kind:
-        case PartKind.TEXT:
-            return OutputMessage(id=id, status=status, content=[] if empty else [OutputTextPart(part.text, logprobs=part.logprobs)])
-        case PartKind.REASONING:
-            return OutputReasoning(id=id, status=status, content=[] if empty else [ReasoningTextPart(part.text)])
-        case PartKind.CALL:
-            return OutputFunctionCall(id=id, status=status, call_id=part.id, name=part.name, arguments="" if empty else part.text)
+def call_of(part: AnswerPart, id: str, status: Status, callee: Callee, *, empty: bool = False) -> OutputCall:
+    """Return a call as an output item of its tool's kind; `empty`: without its arguments."""
+    namespace = msgspec.UNSET if callee.namespace is None else callee.namespace
+    arguments = {} if empty or callee.kind == "function" else arguments_of(part.text)
+    match callee.kind:
+        case "custom":
+            text = arguments.get("input")
+            given = "" if empty else text if isinstance(text, str) else part.text
+            return OutputCustomCall(id=id, status=status, call_id=part.id, name=callee.name, input=given, namespace=namespace)
+        case "local_shell":
+            action = {"type": "exec", "command": [], "env": {}, **arguments}
+            return OutputLocalShellCall(id=id, status=status, call_id=part.id, action=action)
+        case "tool_search":
+            return OutputToolSearchCall(id=id, status=status, call_id=part.id, arguments=arguments)
+    written = "" if empty else part.text
+    return OutputFunctionCall(id=id, status=status, call_id=part.id, name=callee.name, arguments=written, namespace=namespace)
 
 
 def _content(part: AnswerPart, *, empty: bool = False) -> OutputTextPart | ReasoningTextPart:

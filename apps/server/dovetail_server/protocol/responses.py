@@ -17,8 +17,8 @@ from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, converted, refuse_unsupported
 from dovetail_server.protocol.openai_common import Conversation, GenerationFields, ServiceTier, check_stream_options, sampling_params
 from dovetail_server.protocol.reasoning import Effort, asked_effort
-from dovetail_server.protocol.structured import ParamNames, ResponsesFormat, TextFormat, ToolFunction, read_demand, read_tool_choice
-from dovetail_server.protocol.tools import read_tools
+from dovetail_server.protocol.response_tools import KINDS, Callee, ResponseTools
+from dovetail_server.protocol.structured import ParamNames, ResponsesFormat, TextFormat, read_demand, read_tool_choice
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class FunctionCallItem(_Item, kw_only=True):
     call_id: str
     name: str
     arguments: str
-    namespace: None = None
+    namespace: str | None = None
     caller: dict[str, Any] | None = None
     async_: Literal[False] | None = msgspec.field(default=None, name="async")
 
@@ -89,8 +89,84 @@ class FunctionCallOutputItem(_Item, kw_only=True):
     call_id: str
     output: str | list[InputText]
     name: str | None = None
-    namespace: None = None
+    namespace: str | None = None
     caller: dict[str, Any] | None = None
+
+
+class CustomCallItem(_Item, kw_only=True):
+    """A call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+    async_: Literal[False] | None = msgspec.field(default=None, name="async")
+
+
+class CustomCallOutputItem(_Item, kw_only=True):
+    """The result of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    name: str | None = None
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+
+
+class ShellAction(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A command of a local shell."""
+
+    type: Literal["exec"]
+    command: list[str]
+    env: dict[str, str] | None = None
+    timeout_ms: int | None = None
+    working_directory: str | None = None
+    user: str | None = None
+
+
+class LocalShellCallItem(_Item, kw_only=True):
+    """A call of the local shell in an earlier answer."""
+
+    type: Literal["local_shell_call"]
+    call_id: str | None = None
+    action: ShellAction
+
+
+class LocalShellOutputItem(_Item, kw_only=True):
+    """The result of a local shell. `call_id` is another name of `id`."""
+
+    type: Literal["local_shell_call_output"]
+    call_id: str | None = None
+    output: str
+
+
+class ToolSearchCallItem(_Item, kw_only=True):
+    """A search for tools in an earlier answer."""
+
+    type: Literal["tool_search_call"]
+    call_id: str | None = None
+    execution: Literal["client"] = "client"
+    arguments: dict[str, Any]
+
+
+class ToolSearchOutputItem(_Item, kw_only=True):
+    """The tools that a search has found: the model may call them."""
+
+    type: Literal["tool_search_output"]
+    call_id: str | None = None
+    execution: Literal["client"] = "client"
+    tools: list[dict[str, Any]]
+
+
+class AdditionalToolsItem(_Item, kw_only=True):
+    """Tools that the model may call, too."""
+
+    type: Literal["additional_tools"]
+    role: Literal["developer"] = "developer"
+    tools: list[dict[str, Any]]
 
 
 class ReasoningItem(_Item, kw_only=True):
@@ -102,27 +178,32 @@ class ReasoningItem(_Item, kw_only=True):
     encrypted_content: None = None
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+Item = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionCallOutputItem
+    | ReasoningItem
+    | CustomCallItem
+    | CustomCallOutputItem
+    | LocalShellCallItem
+    | LocalShellOutputItem
+    | ToolSearchCallItem
+    | ToolSearchOutputItem
+    | AdditionalToolsItem
+)
 ITEMS: dict[str, type[Item]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
     "reasoning": ReasoningItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": CustomCallOutputItem,
+    "local_shell_call": LocalShellCallItem,
+    "local_shell_call_output": LocalShellOutputItem,
+    "tool_search_call": ToolSearchCallItem,
+    "tool_search_output": ToolSearchOutputItem,
+    "additional_tools": AdditionalToolsItem,
 }
-
-
-class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    output_schema: None = None
-    async_: Literal[False] | None = msgspec.field(default=None, name="async")
 
 
 class TextConfig(Struct, forbid_unknown_fields=True):
@@ -146,7 +227,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-_TOOL_SCHEMA = Meta(extra_json_schema={"$ref": "#/components/schemas/FunctionTool"})
+_TOOL_SCHEMA = Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in KINDS.values()]})
 _ITEM_SCHEMA = Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS.values()]})
 
 
@@ -206,17 +287,25 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
     def to_conversation(self) -> Conversation:
         """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
         self.check_supported()
-        read = read_tools(self.tools or (), FunctionTool, "function")
-        given = () if self.tool_choice == "none" else read
-        tools = [ToolFunction.of(tool.name, tool.description, tool.parameters, tool.strict, _NO_ARGUMENTS) for tool in given]
+        items = read_items(self.input)
+        known = self.known_tools(items).functions
+        tools = [] if self.tool_choice == "none" else known
         options = ChatOptions(
             tools=[tool.template for tool in tools] or None, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs
         )
         params = sampling_params(self, max_tokens=self.max_output_tokens, logprobs=self.told_logprobs)
-        choice = read_tool_choice(self.tool_choice, self.parallel_tool_calls)
+        choice = read_tool_choice(_function_choice(self.tool_choice), self.parallel_tool_calls)
         demand = read_demand(self, None if self.text is None else self.text.format, tools, choice, ParamNames("text.format"))
         reasoning = asked_effort("reasoning.effort", None if self.reasoning is None else self.reasoning.effort)
-        return Conversation(chat_messages(self.instructions, read_items(self.input)), options, params, demand, reasoning)
+        return Conversation(chat_messages(self.instructions, items), options, params, demand, reasoning)
+
+    def known_tools(self, items: Sequence[Item] | None = None) -> ResponseTools:
+        """Return the tools that the model may call. `items`: the input's, if they have been read. Raises `HttpError` and `RequestError`."""
+        found = []
+        for index, item in enumerate(read_items(self.input) if items is None else items):
+            if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
+                found += [(f"input[{index}].tools[{place}]", tool) for place, tool in enumerate(item.tools)]
+        return ResponseTools(self.tools or (), found)
 
     @property
     def told_logprobs(self) -> int | None:
@@ -236,7 +325,13 @@ ONLY = (
     Only("context_management", (), "the conversation is used as sent: compact it in the client"),
     Only("moderation", (), "the server has no moderation"),
 )
-_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+
+def _function_choice(choice: Any) -> Any:
+    """Return a `tool_choice` with the name of a custom tool as that of a function."""
+    if isinstance(choice, Mapping) and choice.get("type") == "custom":
+        return {**choice, "type": "function"}
+    return choice
 
 
 # --- conversations ------------------------------------------------------------------------------------------------------------------------------
@@ -269,12 +364,25 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
                 _add_text(_assistant_message(messages), _text(item.content))
             case MessageItem():
                 messages.append({"role": item.role, "content": _text(item.content)})
-            case FunctionCallOutputItem():
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            case FunctionCallOutputItem() | CustomCallOutputItem():
+                _add_result(messages, item.call_id, _text(item.output))
+            case LocalShellOutputItem():
+                _add_result(messages, item.call_id or item.id or "", item.output)
+            case ToolSearchOutputItem():
+                found = ", ".join(function.name for function in ResponseTools(item.tools).functions)
+                _add_result(messages, item.call_id or "", f"Found: {found}" if found else "Found none")
             case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
-                calls = _assistant_message(messages).setdefault("tool_calls", [])
-                calls.append({"id": item.call_id, "type": "function", "function": function})
+                callee = Callee("function", item.name, item.namespace)
+                _add_call(messages, item.call_id, callee, item.arguments)
+            case CustomCallItem():
+                callee = Callee("custom", item.name, item.namespace)
+                _add_call(messages, item.call_id, callee, {"input": item.input})
+            case LocalShellCallItem():
+                action = msgspec.to_builtins(item.action)
+                arguments = {name: value for name, value in action.items() if name != "type" and value is not None}
+                _add_call(messages, item.call_id or item.id or "", Callee("local_shell", "local_shell"), arguments)
+            case ToolSearchCallItem():
+                _add_call(messages, item.call_id or "", Callee("tool_search", "tool_search"), item.arguments)
             case ReasoningItem():
                 thoughts = item.content if item.content is not None else item.summary
                 message = _assistant_message(messages, new=True)
@@ -283,6 +391,15 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
         if message["role"] == "assistant" and not message.get("tool_calls"):
             message.setdefault("content", "")  # reasoning only
     return messages
+
+
+def _add_call(messages: list[dict[str, Any]], call_id: str, callee: Callee, arguments: Any) -> None:
+    call = {"id": call_id, "type": "function", "function": {"name": callee.function, "arguments": arguments}}
+    _assistant_message(messages).setdefault("tool_calls", []).append(call)
+
+
+def _add_result(messages: list[dict[str, Any]], call_id: str, text: str) -> None:
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
 
 def _assistant_message(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
@@ -340,9 +457,41 @@ class OutputFunctionCall(Struct, tag="function_call", tag_field="type", kw_only=
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+class OutputCustomCall(Struct, tag="custom_tool_call", tag_field="type", kw_only=True):
+    """A call of a custom tool."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class OutputLocalShellCall(Struct, tag="local_shell_call", tag_field="type", kw_only=True):
+    """A call of the local shell."""
+
+    id: str
+    status: Status
+    call_id: str
+    action: dict[str, Any]
+
+
+class OutputToolSearchCall(Struct, tag="tool_search_call", tag_field="type", kw_only=True):
+    """A search for tools."""
+
+    id: str
+    status: Status
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: dict[str, Any]
+
+
+OutputCall = OutputFunctionCall | OutputCustomCall | OutputLocalShellCall | OutputToolSearchCall
+OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(Struct):

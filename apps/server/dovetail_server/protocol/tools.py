@@ -1,4 +1,4 @@
-"""Reading of the tools of `/v1/messages` and `/v1/responses`: functions. Other kinds are refused with what would be right instead."""
+"""Reading of the tools of `/v1/messages`: functions. Other kinds, of `/v1/responses` too, are refused with what would be right instead."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from dovetail.checks import shown
+from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import converted, unsupported
 
 T = TypeVar("T")
@@ -22,22 +23,25 @@ INSTEAD = {  # the beginning of a tool's type -> what would be right
     "file_search": "the server stores no files for models: search them in the client, as a function",
     "mcp": "the server connects to no MCP servers: let the client do it, and send their tools as functions",
     "tool_search": "the model sees all tools from the beginning: send them without it",
-    "namespace": "send its tools as functions, one by one",
-    "custom": "the input of tools here is JSON: make it a function with a parameter for the text",
+    "namespace": "a namespace has functions and custom tools only",
     **dict.fromkeys(("bash", "text_editor", "computer", "memory", "browser", "shell", "local_shell", "apply_patch"), _NO_SCHEMA),
 }
 
 
-def read_tools(tools: Sequence[Mapping[str, Any]], kind: type[T], own: str) -> list[T]:
-    """Return tools as structs of a kind, whose type is `own`, or missing if that is "custom". Raises `HttpError` naming the place of a
-    tool of another type, or of the field that is wrong."""
-    return [_read(tool, kind, own, f"tools[{index}]") for index, tool in enumerate(tools)]
+def read_tools(tools: Sequence[Mapping[str, Any]], kind: type[T]) -> list[T]:
+    """Return tools as structs of a kind, whose type is "custom" or missing. Raises `HttpError` naming the place of a tool of another type, or of the
+    field that is wrong."""
+    read = []
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        if (given := tool.get("type")) not in ("custom", None):
+            raise refuse_tool(given, place, "only tools of type 'custom' are supported")
+        read.append(converted(tool, kind, place))
+    return read
 
 
-def _read(tool: Mapping[str, Any], kind: type[T], own: str, place: str) -> T:
-    given = tool.get("type", "custom" if own == "custom" else None)
-    if given not in (own, None) or (given is None and own != "custom"):
-        name = given if isinstance(given, str) else ""
-        why = next((why for prefix, why in INSTEAD.items() if name.startswith(prefix)), f"only tools of type {own!r} are supported")
-        raise unsupported(f"{place}.type", f"{why}, got {shown(given)}")
-    return converted(tool, kind, place)
+def refuse_tool(given: Any, place: str, otherwise: str) -> HttpError:
+    """Return the error for a tool of a type that isn't supported. `otherwise`: what is said of a type that isn't known."""
+    name = given if isinstance(given, str) else ""
+    why = next((why for prefix, why in INSTEAD.items() if name.startswith(prefix)), otherwise)
+    return unsupported(f"{place}.type", f"{why}, got {shown(given)}")
