@@ -26,6 +26,7 @@ from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
 from dovetail.config_schema import json_schema
 from dovetail.file_keys import FileKeys, NoEffect, Refused
+from dovetail.front import lora_files
 from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
@@ -352,7 +353,7 @@ QUANTIZATION_KEYS = (
     compressed_tensors.GROUP_KEYS,
     compressed_tensors.NUMBER_KEYS,
 )
-FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG, *sentence_transformers_files.ALL, *QUANTIZATION_KEYS)
+FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG, *sentence_transformers_files.ALL, *QUANTIZATION_KEYS, lora_files.KEYS)
 
 
 def file_keys(table: FileKeys) -> str:

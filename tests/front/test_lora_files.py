@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -20,7 +21,8 @@ from safetensors.numpy import load_file
 
 from dovetail.api.executor import AdapterCapacity
 from dovetail.errors import RequestError
-from dovetail.front.lora_files import CONFIG, WEIGHTS, AdapterFiles, read_adapter
+from dovetail.file_keys import Refused, Used
+from dovetail.front.lora_files import CONFIG, KEYS, WEIGHTS, AdapterFiles, read_adapter
 from dovetail.testing.fake_executor import ADAPTED
 from tests.adapters import config_of, weights_of, write_adapter
 from tests.support import examples
@@ -121,11 +123,47 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
     assert len({*same, *others}) == 3
 
 
+WRITTEN = (  # by LoraConfig of PEFT 0.21.2
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision "
+    "inference_mode r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out "
+    "bias use_rslora modules_to_save init_lora_weights layers_to_transform layers_pattern "
+    "rank_pattern alpha_pattern megatron_config megatron_core trainable_token_indices "
+    "loftq_config eva_config corda_config lora_ga_config use_dora velora_config "
+    "alora_invocation_tokens use_qalora qalora_group_size monteclora_config layer_replication "
+    "runtime_config lora_bias target_parameters use_bdlora arrow_config kasa_config "
+    "ensure_weight_tying "
+)
+
+
+def test_each_key_that_peft_writes_is_in_the_table() -> None:
+    assert not [key for key in WRITTEN.split() if KEYS.rule(key) is None]
+
+
+def test_the_installed_version_of_peft_writes_no_other_key() -> None:
+    peft = pytest.importorskip("peft")
+    assert not [field.name for field in dataclasses.fields(peft.LoraConfig) if KEYS.rule(field.name) is None]
+
+
+@pytest.mark.parametrize("key", [key for key, rule in KEYS.keys.items() if not isinstance(rule, Used)])
+def test_a_key_is_refused_by_name_or_changes_nothing(key: str, tmp_path: Path) -> None:
+    plain, rule = told(write_adapter(tmp_path / "plain")), KEYS.keys[key]
+    for index, value in enumerate((None, *rule.unless, 7) if isinstance(rule, Refused) else (None, "text", [1], 7, {"a": 1})):
+        folder = write_adapter(tmp_path / str(index), config_of(**{key: value}))
+        if isinstance(rule, Refused) and value == 7:
+            assert f"{key} = 7 is not implemented" in refusal(folder)
+        else:
+            assert told(folder) == plain
+
+
+def told(folder: Path) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in read(folder).items()}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"use_dora": True}, "use_dora=True: DoRA"),
-        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"use_dora": True}, "use_dora = True is not implemented (only False, [], {}): DoRA"),
+        ({"bias": "lora_only"}, "bias = 'lora_only'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
@@ -137,7 +175,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA': only LORA"),
         ({"peft_type": None}, "peft_type"),
-        ({"use_newest_trick": True}, "'use_newest_trick' is no known option"),
+        ({"use_newest_trick": True}, "'use_newest_trick' = True is unknown"),
         ({"r": 17}, "rank 17, and this engine takes 16 at most: raise adapters.max_rank"),
         ({"rank_pattern": {"q_proj": 64}}, "rank 64"),
         ({"r": "4"}, "r must be a rank"),

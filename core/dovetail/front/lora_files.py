@@ -22,6 +22,7 @@ from dovetail.api.executor import AdapterCapacity
 from dovetail.bounded_json import JsonBounds, WrongJsonError, read_json
 from dovetail.checks import as_number, plain_integer, shown
 from dovetail.errors import RequestError
+from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.json_files import MAX_DEPTH
 
 T = TypeVar("T")
@@ -34,36 +35,51 @@ _CONFIG_BOUNDS = JsonBounds(parts=100_000, depth=MAX_DEPTH)
 _TENSOR_PARTS, _OTHER_PARTS = 7, 1_000  # of a header: for each tensor, and for its metadata
 _MAX_DIMENSION = 1 << 40
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # of tensors, as numpy reads them
-_REFUSED = {  # options of PEFT's config that change more than linear layers by A and B; any value but None, False and an empty one
-    "use_dora": "DoRA also scales the weights",
-    "modules_to_save": "it replaces whole modules of the model",
-    "trainable_token_indices": "it changes embeddings of tokens",
-    "target_parameters": "it changes parameters that are no linear layers",
-    "alora_invocation_tokens": "an activated LoRA changes only what follows certain tokens",
-    "lora_bias": "it has biases",
-    "layer_replication": "it repeats layers of the model",
-    "use_qalora": "QA-LoRA pools its inputs",
-    "megatron_config": "Megatron's layers are others",
-    "arrow_config": "Arrow chooses among adapters by itself",
-}
-_READ = {
-    "peft_type",
-    "r",
-    "lora_alpha",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "target_modules",
-    "layers_to_transform",
-    "bias",
-    "init_lora_weights",
-}
-_WITHOUT_EFFECT = {  # on a trained adapter: `fan_in_fan_out` says how the base weight is stored, others how training began
-    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "lora_dropout", "fan_in_fan_out"),
-    *("layers_pattern", "exclude_modules", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "runtime_config"),
-    *("qalora_group_size", "ensure_weight_tying"),
-}
-_KEEPS_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")  # values of `init_lora_weights` that leave the base model as it was
+_OFF: tuple[Any, ...] = (False, [], {})
+_TRAINING = NoEffect("of training")
+_FROM_TENSORS = NoEffect("the tensors say which modules are adapted")
+KEYS = FileKeys(
+    CONFIG,
+    {
+        "peft_type": Used("LORA; others are refused"),
+        "r": Used("the rank"),
+        "lora_alpha": Used("the scale, times the rank"),
+        "rank_pattern": Used("ranks of single modules"),
+        "alpha_pattern": Used("scales of single modules"),
+        "use_rslora": Used("divides by the root of the rank"),
+        "target_modules": Used("the adapted modules, which must be those of the tensors"),
+        "layers_to_transform": Used("the adapted layers, which must be those of the tensors"),
+        "init_lora_weights": Used("refused if the base model's weights were changed, too"),
+        "base_model_name_or_path": NoEffect("the request names the model"),
+        "revision": NoEffect("the request names the model"),
+        "exclude_modules": _FROM_TENSORS,
+        "layers_pattern": _FROM_TENSORS,
+        "fan_in_fan_out": NoEffect("how the base model stores its weights"),
+        "qalora_group_size": NoEffect("only with `use_qalora`"),
+        "ensure_weight_tying": NoEffect("only with `modules_to_save`"),
+        "megatron_core": NoEffect("only with `megatron_config`"),
+        "runtime_config": NoEffect("where PEFT computes"),
+        "peft_version": NoEffect("the version that wrote the file"),
+        **dict.fromkeys(("auto_mapping", "inference_mode", "task_type"), NoEffect("which class PEFT makes")),
+        **dict.fromkeys(("corda_config", "eva_config", "loftq_config"), _TRAINING),
+        **dict.fromkeys(("lora_dropout", "lora_ga_config", "velora_config"), _TRAINING),
+        "bias": Refused("it changes biases of the model", ("none",)),
+        "use_dora": Refused("DoRA also scales the weights", _OFF),
+        "modules_to_save": Refused("it replaces whole modules of the model", _OFF),
+        "trainable_token_indices": Refused("it changes embeddings of tokens", _OFF),
+        "target_parameters": Refused("it changes parameters that are no linear layers", _OFF),
+        "alora_invocation_tokens": Refused("an activated LoRA changes only what follows certain tokens", _OFF),
+        "lora_bias": Refused("it has biases", _OFF),
+        "layer_replication": Refused("it repeats layers of the model", _OFF),
+        "use_qalora": Refused("QA-LoRA pools its inputs", _OFF),
+        "megatron_config": Refused("Megatron's layers are others", _OFF),
+        "arrow_config": Refused("Arrow chooses among adapters by itself", _OFF),
+        "kasa_config": Refused("KaSA changes the base model's weights", _OFF),
+        "monteclora_config": Refused("MonteCLoRA draws its weights", _OFF),
+        "use_bdlora": Refused("BD-LoRA's matrices are block-diagonal", _OFF),
+    },
+)
+_KEEPS_WEIGHTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")  # values of `init_lora_weights` that leave the base model as it was
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _LAYER = re.compile(r".*\.(\d+)\.")
 _TAIL = re.compile(r"\blayers?\.\d.*")
@@ -224,13 +240,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
     """Raise `RequestError` for what can't be honoured."""
     if config.get("peft_type") != "LORA":
         raise RequestError(f"{CONFIG}: peft_type is {shown(config.get('peft_type'))}: only LORA is served; {MERGE}")
-    for name, value in config.items():
-        if name in _REFUSED and value:
-            raise RequestError(f"{CONFIG}: {name}={shown(value)}: {_REFUSED[name]}, which isn't served; {MERGE}")
-        if name not in _REFUSED and name not in _READ and name not in _WITHOUT_EFFECT and value:
-            raise RequestError(f"{CONFIG}: {shown(name)} is no known option, so it is unknown what it changes; {MERGE}")
-    if config.get("bias", "none") != "none":
-        raise RequestError(f"{CONFIG}: bias={shown(config['bias'])}: it changes biases of the model, which isn't served; {MERGE}")
+    if reasons := KEYS.reasons_against(config):
+        raise RequestError(f"{CONFIG}: {'; '.join(reasons)}; {MERGE}")
     if (init := config.get("init_lora_weights")) is not None and init not in _KEEPS_WEIGHTS:
         raise RequestError(
             f"{CONFIG}: init_lora_weights={shown(init)}: it has changed the weights of the base model; save it as a plain adapter, with PEFT's "
