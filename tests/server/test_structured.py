@@ -48,6 +48,7 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "calendar", "parameters": DAY}},
     {"type": "function", "function": {"name": "now"}},
 ]
+AMBIGUOUS = "\n".join(["start: r0", *(f'r{number}: r{number + 1} r{number + 1} | "a"' for number in range(800)), 'r800: "z"'])
 ARGUMENTS: Mapping[str, Any] = {"weather": CITY, "calendar": DAY, "now": {"type": "object", "maxProperties": 0}}
 
 
@@ -369,7 +370,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is asked, the pa
     "a lookaround": ({"guided_regex": "(?=a)b"}, "guided_regex", "lookarounds"),
     "a grammar that is none": ({"guided_grammar": "start: ("}, "guided_grammar", ""),
     "a long schema": (schema_of({"enum": ["x" * 30_000]}), "response_format", "limits.max_grammar_chars"),
-    "a deep schema": (schema_of(json.loads('{"not":' * 200 + "{}" + "}" * 200)), "response_format", "limits.max_grammar_depth"),
+    "a deep schema": (schema_of(json.loads('{"not":' * 110 + "{}" + "}" * 110)), "response_format", "limits.max_grammar_depth"),
+    "a grammar of too many alternatives": ({"guided_grammar": AMBIGUOUS}, "guided_grammar", "more alternatives at one place"),
     "no choice": ({"guided_choice": []}, "guided_choice", "one string or more"),
     "two rules": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "guided_choice"),
     "two of SGLang's": ({"ebnf": 'root ::= "a"', "json_schema": "{}"}, "ebnf", "json_schema contradict each other"),

@@ -182,7 +182,7 @@ class PooledListener(OutputListener):
 
 
 def _failure(sample: CompletionOutput | PoolingRequestOutput[Any]) -> DovetailError:
-    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("structured"):  # the grammar failed to compile: see `front.grammars`
+    if sample.finish_reason != "abort" and str(sample.stop_reason).startswith("structured"):  # see `front.grammars` and `engine.constraint`
         return RequestError(str(sample.stop_reason))
     if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("lora_request"):  # it can't be read any more: see `front.adapters`
         return HttpError(400, f"model: {sample.stop_reason}", param="model", code="adapter_failed")

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from dovetail.api.grammar import Grammar, GrammarBackend, Matcher
 from dovetail.engine.finish import Finish
+from dovetail.errors import DovetailError
 
 
 class Constraint:
@@ -111,5 +112,7 @@ class Constraint:
 
 
 def failure(error: Exception) -> str:
-    """Return the reason of a matcher's failure."""
+    """Return the reason of a matcher's failure. It begins with "structured" if the grammar is at fault, which is more than its backend can follow."""
+    if isinstance(error, DovetailError):
+        return f"structured: the grammar can't be followed to the end: {error}"
     return f"its grammar failed: {type(error).__name__}: {error}"

@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
 from dovetail.errors import DovetailError, RequestError, describe
+from dovetail_grammars.deep_threads import in_deep_thread
 from dovetail_grammars.llguidance_matcher import HEAD, Fill, Lanes, LLGrammar, LLMatcher
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.positions import Tracker
@@ -72,7 +73,8 @@ class LLGuidance(GrammarBackend):
     def _made(self, tokenizer: Any, lark: str, most_states: int) -> Any:
         # Limits per request, in the library's units: some 20 ms to compile, and 15 ms per mask. Exceeding them is an error.
         limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=most_states)
-        return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+        make = partial(llguidance.LLMatcher, tokenizer, lark, log_level=0, limits=limits)
+        return in_deep_thread(make, len(lark))
 
     def _tracker(self, lark: str) -> Tracker | None:
         """Return a tracker if the grammar is only a schema with strings of bounded length."""
