@@ -1,9 +1,10 @@
 """`ProcessWatch`: clock of a loop that watches other processes, and detector of stopped processes; and what else watching needs. Used by the
-server's supervisor, the executor `tensor`, batch jobs and the cluster.
+server's supervisor, the executor `tensor`, batch jobs and the cluster. `Pulse`: a process's own sign that it isn't stuck.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -45,6 +46,22 @@ class ProcessWatch:
             self._stopped_since.pop(pid, None)
             return False
         return self.now - self._stopped_since.setdefault(pid, self.now) > STOPPED_S
+
+
+class Pulse:
+    """Time of the latest sign that a long computation gets on, such as a layer of a step on a CPU. One thread beats; any may read."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = -math.inf  # `time.monotonic`
+
+    def beat(self, *_: object) -> None:
+        """Note progress. Takes any arguments, so that it can be a hook."""
+        self.last = time.monotonic()
+
+
+PULSE = Pulse()  # of this process, which runs one engine where anybody watches it
 
 
 def process_state(pid: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from pydantic import BaseModel
@@ -62,6 +62,7 @@ class Shape:
     max_lines: int = 64
     adapters: int = 0  # slots
     slot_wait_s: float = 1.0
+    prompt_rate: float | None = None
     strict: bool = False
 
 
@@ -244,7 +245,7 @@ class World:
         limits = shape.max_seqs, shape.max_tokens
         config = ExecutorConfig("", "auto", "dummy", None, *limits, 0.9, None, None, False, shape.overlap, 0, max_adapters=shape.adapters)
         self.executor = executor(fake, ExecutorContext(config, self.clock))
-        capacity = self.executor.start()
+        capacity = replace(self.executor.start(), prompt_rate=shape.prompt_rate)
         self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_pages))
         context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_pages, capacity.layout.block_size, shape.seed)
         self.policy = watched(policy)(options or NoOptions(), context)

@@ -28,7 +28,7 @@ from dovetail.front.adapters import RequestedAdapter
 from dovetail.front.assembly import Assembly
 from dovetail.front.intake import ENABLE, make_samples
 from dovetail.lora import LoRARequest
-from dovetail.process_watch import ProcessWatch
+from dovetail.process_watch import PULSE, ProcessWatch
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load
 from dovetail_server.frames import (
@@ -488,16 +488,19 @@ class EngineHost:
 
 
 class StepWatch:
-    """Measures the current turn of a host's loop, usually a step, excluding time during which the process was suspended."""
+    """Measures the time since the current turn of a host's loop, usually a step, has last got on, excluding time during which the process was
+    suspended. A slow step on a CPU gets on with each layer; one that is stuck doesn't."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host, self._clock = host, ProcessWatch()
-        self._step: float | None = None  # its start, as reported by the host
-        self._since = 0.0  # its start, on the watch's clock
+        self._step: float | None = None  # its start, as reported by the host, or its latest progress
+        self._since = 0.0  # the same, on the watch's clock
 
     def busy_s(self) -> float:
         """Return the seconds; 0 while the host waits. Call it several times a second, from one thread."""
         now, step = self._clock.turn(), self._host.busy_since
+        if step is not None:
+            step = max(step, PULSE.last)
         if step != self._step:
             self._step, self._since = step, now
         return 0.0 if step is None else now - self._since

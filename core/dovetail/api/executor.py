@@ -187,6 +187,9 @@ class Capacity:
     draft_costs: tuple[tuple[int, float], ...] = ()
     pooling: PoolingCapacity | None = None  # None: it only generates
     adapters: AdapterCapacity | None = None  # None: it can't use adapters, or `ExecutorConfig.max_adapters` is 0
+    # prompt tokens per second, a cautious guess: the core cuts prompts so that a step takes some seconds, by this and then by what it measures.
+    # None: steps may be as large as `max_num_batched_tokens`
+    prompt_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

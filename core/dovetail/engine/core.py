@@ -46,7 +46,7 @@ from dovetail.engine.speculation import Speculation, SpeculationSettings
 from dovetail.engine.stand_in import plan_by_arrival
 from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
-from dovetail.engine.step_times import PlanTiming
+from dovetail.engine.step_times import PlanTiming, PromptLimit
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
 
 logger = logging.getLogger("dovetail")
@@ -88,6 +88,7 @@ class EngineCore:
         self.books = Books(kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, settings.scheduler_name, self.adapters)
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
         self.plan_timing = PlanTiming(clock)
+        self._prompt_limit = PromptLimit(capacity.prompt_rate)
         self.stats = EngineStats()
         self.dead: BaseException | None = None
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
@@ -268,10 +269,10 @@ class EngineCore:
             raise stalled
 
     def _release_memory(self) -> bool:
-        """Release pages if a decode lacks them: those that requests keep for samples of their prompts, or else those of a decode that is too large
-        for the whole pool, which ends at its present length. Returns True if planning again may help."""
+        """Release pages if a running request lacks them: those that requests keep for samples of their prompts, or else those of a decode that is
+        too large for the whole pool, which ends at its present length. Returns True if planning again may help."""
         running = self.books.running.as_tuple()
-        short = [request for request in running if not request.prefill_left and self._lacks_pages(request)]
+        short = [request for request in running if self._lacks_pages(request)]
         if not short:
             return False
         released = [self.books.release_prompt(request) for request in running]
@@ -279,7 +280,7 @@ class EngineCore:
             return True
         for request in short:
             others = [other for other in running if other is not request]
-            if self._lacks_pages(request, without=others):
+            if not request.prefill_left and self._lacks_pages(request, without=others):
                 self._finish(request, Finish("length", "kv_capacity"), deliver=True)
                 return True
         return False
@@ -306,6 +307,7 @@ class EngineCore:
             self.settings.max_num_batched_tokens,
             self.settings.max_num_seqs,
             pace=self.pace,
+            longest=self._prompt_limit.most_tokens(len(self.books.running)),
             flights_end=self._flights_end if self._flights else None,
             log=self.observers.wants_decisions,
         )
@@ -425,6 +427,8 @@ class EngineCore:
         flight.check(result)
         self.plan_timing.collected(result)
         self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        if flight.prefill_tokens:
+            self._prompt_limit.update(result.ended - result.started, flight.prefill_tokens + flight.decode_tokens)
         if self._speculation is not None and not flight.prefill_tokens:
             self._speculation.device_took(result.ended - result.started, flight.decode_tokens, flight.context_tokens, flight.drafts)
         self._deliver(flight, result, delivery)

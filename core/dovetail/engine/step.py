@@ -40,10 +40,13 @@ class PlannedStep:
         max_seqs: int,
         *,
         pace: float | None = None,
+        longest: float = math.inf,
         flights_end: Callable[[], float] | None = None,
         log: bool = False,
     ) -> None:
-        """Open a step. `flights_end` estimates when the steps in flight will have ended; None: there are none. `log`: keep all decisions."""
+        """Open a step. `longest`: the most prompt tokens that the device computes in a reasonable time.
+
+        `flights_end` estimates when the steps in flight will have ended; None: there are none. `log`: keep all decisions."""
         self.index = index
         self.now = now
         self._books = books
@@ -56,7 +59,8 @@ class PlannedStep:
         self._flights_end = flights_end
         self._open = True
         self._pace = pace
-        self._most_prompt_tokens: int | None = None  # in this step, by the pace; None: nobody has asked for a prompt
+        self._longest = longest
+        self._most_prompt_tokens: float | None = None  # in this step, by the pace and the device's speed; None: nobody has asked for a prompt
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
         self.appended: list[tuple[LiveRequest, tuple[Pages, ...]]] = []  # pages by group, given to requests that ran before
@@ -303,8 +307,8 @@ class PlannedStep:
         layout = self._books.layout
         if reserve and (not layout.has_windows or layout.pages(end) <= self._books.num_pages):  # windows may release what doesn't fit at once
             room_for = end
-        if self._pace is not None and start < request.prefill_end:
-            tokens = min(tokens, max(self._prompt_tokens_left(self._pace), least if not self.prefill_tokens else 0))
+        if start < request.prefill_end:
+            tokens = int(min(tokens, max(self._prompt_tokens_left(), least if not self.prefill_tokens else 0)))
             if tokens < least:
                 return Refusal.PACE
         if request.adapter is not None and request.status is Status.WAITING and not self._books.adapters.can_take(request.adapter.digest):
@@ -319,10 +323,13 @@ class PlannedStep:
         self._book(request, min(tokens, end - request.num_computed))
         return None
 
-    def _prompt_tokens_left(self, pace: float) -> int:
-        """Return how many more prompt tokens the pace allows in this step. The bound is set once, at the first prompt."""
+    def _prompt_tokens_left(self) -> float:
+        """Return how many more prompt tokens the pace and the device's speed allow in this step. The bound is set once, at the first prompt."""
         if self._most_prompt_tokens is None:
-            self._most_prompt_tokens = prompt_tokens_within(pace, self.decoding, self._books.fit, self._tokens_left)
+            paced = math.inf
+            if self._pace is not None:
+                paced = prompt_tokens_within(self._pace, self.decoding, self._books.fit, self._tokens_left)
+            self._most_prompt_tokens = min(paced, self._longest)
         return self._most_prompt_tokens - self.prefill_tokens
 
     def _not_now(self, request: LiveRequest) -> bool:

@@ -24,6 +24,8 @@ _TERMS = 4
 _PAIRS = [(i, j) for i in range(_TERMS) for j in range(i + 1)]
 _KINDS = (0, 1)  # kinds of steps: decodes alone, with prefills
 LEAST_PROMPT_TOKENS = 256  # tokens: with fewer, most of the time goes into reading the weights
+LONGEST_STEP_S = 4.0  # on a slow device, the prompts of a step are cut so that it takes about so long
+FEWEST_TOKENS = 16  # of prompts in a step, however slow the device is
 LATE_SHARE = 0.7  # plan at this share of the running step's estimated time
 
 
@@ -143,6 +145,30 @@ def prompt_tokens_within(pace: float, decoding: Sequence[Request], fit: StepTime
     if token_s <= 0:
         return budget if alone_s <= 0 else LEAST_PROMPT_TOKENS
     return min(budget, max(LEAST_PROMPT_TOKENS, int((pace - 1) * alone_s / token_s)))
+
+
+class PromptLimit:
+    """Caps the prompt tokens of a step on a slow device, so that it takes about `LONGEST_STEP_S`: requests arrive and are aborted between steps.
+
+    The cap follows from the tokens per second of finished steps. These are proportional to a step's size at worst, since part of its time doesn't
+    depend on it, so a step after a small one is rather too small than too large. Quick small steps never lower it.
+    """
+
+    def __init__(self, rate: float | None) -> None:
+        """`rate`: prompt tokens per second, a cautious guess until a step is measured; None: there is no cap."""
+        self._most = math.inf if rate is None else LONGEST_STEP_S * rate
+
+    def update(self, seconds: float, tokens: int) -> None:
+        """Learn from a finished step of `tokens` tokens that computed a prompt."""
+        if self._most == math.inf or not 0.0 < seconds < math.inf:
+            return
+        measured = LONGEST_STEP_S * tokens / seconds
+        if measured > self._most or seconds > LONGEST_STEP_S / 2:
+            self._most = measured
+
+    def most_tokens(self, decodes: int) -> float:
+        """Return the most prompt tokens of a step with so many `decodes`; infinity: as many as its budget allows."""
+        return max(FEWEST_TOKENS, self._most - decodes)
 
 
 class PlanTiming:

@@ -20,6 +20,7 @@ from dovetail.api.sampler import SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.kernels.available import runs_kernels
 from dovetail.nn.moe import Experts
+from dovetail.process_watch import PULSE
 from dovetail.runtime.adapters import AdapterBank
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
@@ -40,6 +41,8 @@ from dovetail.runtime.runner import PendingStep, Runner
 from dovetail.runtime.states import States, cached_state
 from dovetail.runtime.token_sizes import most_lines
 from dovetail.runtime.trial import TrialRun
+
+SLOW_CPU_FLOPS = 2e10  # floating-point operations per second that any core reaches: a guess until the first step has been measured
 
 
 class Worker:
@@ -115,6 +118,8 @@ class Worker:
         elif drafting is not None:
             draft = drafting.load(splitter, bound, self.group, device, told, environment)
             runner.draft = DraftModel(draft, drafting.specs, chosen.backend, runner.sampler, runner.rows, config.max_num_batched_tokens)
+        if device.type == "cpu":
+            _show_progress(model)
         if device.type == "cuda":
             gc.collect()
             gc.freeze()  # permanent objects: scanning them repeatedly would stall steps for some 20 ms
@@ -130,6 +135,7 @@ class Worker:
             max_lines=runner.rows.max_lines if config.max_drafts else 0,
             pooling=plan.pooling.capacity,
             adapters=None if runner.adapters is None else runner.adapters.capacity,
+            prompt_rate=SLOW_CPU_FLOPS / (2 * _parameters_of_a_token(model)) if device.type == "cpu" else None,
             details={
                 "device": describe_device(device),
                 "dtype": plan.dtype_name,
@@ -269,6 +275,13 @@ class Worker:
         """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one page."""
         self._make_pool(1)
         return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
+
+
+def _show_progress(model: torch.nn.Module) -> None:
+    """Let each matrix product show that a step, however slow, isn't stuck."""
+    for module in model.modules():
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(PULSE.beat)
 
 
 def _states_in_words(layout: KVLayout, pages: int) -> str:

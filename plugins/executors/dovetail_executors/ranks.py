@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dovetail.errors import DovetailError
-from dovetail.process_watch import STOPPED, STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
+from dovetail.process_watch import PULSE, STOPPED, STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
 from dovetail_executors.rank_process import RankJob
 from dovetail_executors.ring import Ring, RingWriter
 
@@ -60,6 +60,16 @@ class _Child:
         return f"{self.named}, {how_ended(self.process.returncode)}" + (f": {why}" if why else "")
 
 
+@dataclass(slots=True)
+class _Limit:
+    """A timeout: `end` on the watch's clock, set when the first rank's pulse was at `pulse`. Only the watch changes it."""
+
+    seconds: float
+    late: Callable[[], str]
+    end: float
+    pulse: float
+
+
 class Ranks:
     """Processes of ranks on this host. Made by one thread, which also waits; `failure` may be read by any. `writer` sends to loaded ranks; it is
     None if there are no ranks."""
@@ -88,7 +98,7 @@ class Ranks:
         self._unspawned: BaseException | None = None
         self._over = False  # the thread has ended
         self._clock = ProcessWatch()
-        self._limit: tuple[float, Callable[[], str]] | None = None
+        self._limit: _Limit | None = None
         self._broken_off: DovetailError | None = None
         self.failure: DovetailError | None = None
         self.on_failure: Callable[[], None] = lambda: None  # called once, by the watching thread, after all ranks were killed
@@ -103,8 +113,8 @@ class Ranks:
 
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
         """Set a timeout of `seconds`, replacing the previous one; None: no timeout. When it expires, the ranks are killed, with the reason that
-        `late` returns."""
-        self._limit = None if seconds is None else (self._clock.now + seconds, late)
+        `late` returns. It begins anew whenever the first rank gets on, on a CPU with each layer: the ranks wait for each other in each."""
+        self._limit = None if seconds is None else _Limit(seconds, late, self._clock.now + seconds, PULSE.last)
 
     def tell(self, **message: Any) -> None:
         """Send a message to every rank; `check` reports dead ones."""
@@ -236,8 +246,12 @@ class Ranks:
             self._fail(DovetailError(f"executor tensor: {self._culprit(dead).how_it_ended()}"))
         elif stopped := [child for child in self._children if self._clock.is_stopped(child.process.pid)]:
             self._fail(DovetailError(f"executor tensor: {stopped[0].named}, had been stopped (SIGSTOP) for {STOPPED_S:g} s"))
-        elif self._limit is not None and self._clock.now > self._limit[0]:
-            self._fail(DovetailError(f"executor tensor: {self._limit[1]()}"))
+        elif (limit := self._limit) is not None and self._clock.now > limit.end:
+            if PULSE.last != limit.pulse:
+                limit.pulse = PULSE.last
+                limit.end = self._clock.now + limit.seconds - (time.monotonic() - limit.pulse)
+            else:
+                self._fail(DovetailError(f"executor tensor: {limit.late()}"))
 
     def _read(self, key: selectors.SelectorKey) -> None:
         """Read without blocking: messages are so short that they arrive whole."""

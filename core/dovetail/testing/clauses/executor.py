@@ -51,6 +51,7 @@ CLAUSES: Marks = {
     "Capacity.max_lines": held("drafts_limits", "drafts"),
     "Capacity.line_costs": unchecked("suites don't judge times"),
     "Capacity.draft_costs": unchecked("suites don't judge times"),
+    "Capacity.prompt_rate": unchecked("suites don't judge times"),
     "Capacity": {"may be submitted": held("order", "capacity"), "it can use": held("shared_prefix"), "*": held("capacity", "limits")},
     "NewRow": {
         "Its tokens are sampled by": held("sampling"),
