@@ -33,6 +33,9 @@ class Limits(BaseModel):
     """The most characters that are tokenized for one HTTP request, over all its prompts. A query or a template counts once for each document that
     it is joined with."""
 
+    max_answer_bytes: Count = 128 * 2**20
+    """The most bytes of all embeddings or scores of one HTTP answer: a number counts 16 as text, and 16/3 as base64."""
+
     max_samples: Count = 4096
     """The most samples of one HTTP request: its prompts times `n`."""
 

@@ -559,7 +559,7 @@ def test_what_goes_up_to_the_limits_is_taken(narrow: LLMEngine) -> None:
 
 def test_every_limit_has_a_request_that_goes_too_far() -> None:
     of_chats = {"max_chat_chars", "max_template_chars", "max_template_s", "max_template_bytes"}  # see test_chat_limits
-    of_prompts = {"max_inputs", "max_request_chars", "max_samples"}  # see tests/server: test_pooling.py, test_completions.py
+    of_prompts = {"max_inputs", "max_request_chars", "max_samples", "max_answer_bytes"}  # see tests/server: test_pooling.py, test_completions.py
     of_bodies = {"max_json_parts", "max_json_depth"}  # see tests/server/test_bodies.py
     others = {"max_waiting", "max_grammar_s"} | of_prompts | of_bodies  # see tests/structured
     assert set(ROOM) == set(Limits.model_fields) - of_chats - others == {limit for limit, _, _ in TOO_FAR}

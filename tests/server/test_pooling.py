@@ -152,6 +152,35 @@ def test_a_text_that_is_truncated_may_be_longer_than_what_fits() -> None:
                 assert answer(one, path, **body, truncate_prompt_tokens=20)["usage"]["total_tokens"] == 20
 
 
+def test_an_answer_that_would_be_too_large_is_refused_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"limits": {"max_answer_bytes": 6 * 16 * 40}}  # 40 embeddings as text, 120 as base64
+    with serving_in_threads(config(EMBEDDER, **limits)) as url, httpx.Client(base_url=url, timeout=60) as one:
+        assert answer(one, "/v1/embeddings", input=["a"] * 40)
+        assert answer(one, "/v1/embeddings", input=["a"] * 120, encoding_format="base64")
+        assert answer(one, "/v1/embeddings", input=["a"] * 80, dimensions=3)
+        assert answer(one, "/pooling", input=[[7] * 20] * 2, task="token_embed")
+        assert answer(one, "/pooling", input=[[7] * 60] * 4, task="token_embed", truncate_prompt_tokens=10)
+        monkeypatch.setattr(FakeExecutor, "submit", lambda self, batch: pytest.fail("computed"))
+        for path, body in [
+            ("/v1/embeddings", {"input": ["a"] * 41}),
+            ("/v1/embeddings", {"input": ["a"] * 121, "encoding_format": "base64"}),
+            ("/pooling", {"input": [[7] * 20, [7] * 21], "task": "token_embed"}),
+        ]:
+            status, message, param = refusal(one, path, **body)
+            assert (status, param) == (400, "input")
+            assert "limits.max_answer_bytes" in message
+
+
+def test_a_large_answer_is_sent_in_parts_and_is_whole() -> None:
+    with serving_in_threads(config(EMBEDDER)) as url, httpx.Client(base_url=url, timeout=60) as one:
+        prompts = [[number % 1000 + 1] * 100 for number in range(20)]
+        response = one.post("/pooling", json={"input": prompts, "task": "token_embed"})
+        assert response.headers.get("transfer-encoding") == "chunked"
+        for item, prompt in zip(response.json()["data"], prompts, strict=True):
+            np.testing.assert_array_equal(np.float32(item["data"]), expected(prompt, "token_embed", EMBEDDER))
+        assert "content-length" in one.post("/v1/embeddings", json={"input": "a"}).headers
+
+
 def test_documents_are_ranked_in_the_forms_of_jina_and_cohere() -> None:
     documents = [*TEXTS, {"text": "a rose"}]
     texts = [*TEXTS, "a rose"]

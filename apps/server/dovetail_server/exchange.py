@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from dovetail_server.admission import Admission, Ticket, receive_body
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
+from dovetail_server.json_parts import parts_of
 from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.parsers.registry import AnswerParsing
 from dovetail_server.preparing import SIZES, Preparing
@@ -444,6 +446,22 @@ class Exchange:
         head += [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": data})
+
+    async def reply_in_parts(self, value: Any) -> None:
+        """Answer with JSON that is encoded part by part, at the pace of the reader. Other requests are served between parts. Raises what `attended`
+        raises."""
+        parts = parts_of(value)
+        first = next(parts)
+        second = next(parts, None)
+        if second is None:
+            await self.reply(first)
+            return
+        async with self.attended():
+            await self._send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+            for part in chain((first, second), parts):
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def refuse(self, error: BaseException) -> None:
         """Answer with an error; within a stream, as its last event."""

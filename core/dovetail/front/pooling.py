@@ -224,6 +224,16 @@ class PoolingIntake:
             return [*token_ids[:begun], *token_ids[len(token_ids) - (most - begun) :]]
         return [*token_ids[: most - ended], *token_ids[len(token_ids) - ended :]]
 
+    def numbers(self, prompts: Sequence[Prompt], params: PoolingParams) -> int:
+        """Return how many numbers are pooled of tokenized prompts. Raises `RequestError`."""
+        pooling = self.facts.row_pooling(params)
+        can = self.facts.capacity
+        size = (pooling.dimensions or can.size) if pooling.task.endswith("embed") else len(can.labels)
+        if not pooling.task.startswith("token_"):
+            return size * len(prompts)
+        most = self._most(params) or self.facts.max_tokens
+        return size * sum(min(most, len(_ids_of(prompt))) for prompt in prompts)
+
     def prompted(self, text: str, name: str | None) -> str:
         """Put the stored prompt of this name before a text; None: the default one, if there is one. Raises `RequestError`."""
         return self._stored(name) + text
@@ -309,6 +319,11 @@ class PoolingIntake:
                     raise RequestError(f"truncate_prompt_tokens: {most} tokens leave no room for the document, as the rest of the prompt takes them")
                 prompts[place] = TokenizedText(prompt.text, [*prompt.token_ids[: most - len(tail)], *tail])
         return prompts
+
+
+def _ids_of(prompt: Prompt) -> Sequence[Any]:
+    ids: Sequence[Any] = prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt)
+    return ids
 
 
 def checked_template(template: Any) -> str:

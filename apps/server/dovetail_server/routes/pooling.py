@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import base64
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 from starlette.routing import Route
 
+from dovetail.front.request_checks import Prompt, at_most
 from dovetail.pooling import PoolingParams
 from dovetail_server.exchange import Endpoint, Exchange, PooledListener, new_id
+from dovetail_server.json_parts import Fields, Items, Numbers
 from dovetail_server.protocol import pooling as protocol
 from dovetail_server.protocol.advisory import ignored_fields
 from dovetail_server.protocol.decoding import refuse_unsupported
@@ -22,13 +23,16 @@ from dovetail_server.protocol.pooling import ClassifyRequest, EmbeddingRequest, 
 
 B = TypeVar("B", bound=PoolingFields)
 
+NUMBER_BYTES = 16  # of a number of an array and the comma after it, at most
+BASE64_BYTES = 16 / 3
+
 
 async def embeddings(exchange: Exchange) -> None:
     """Embed texts or token ids."""
     body, model = await _read(exchange, EmbeddingRequest)
     params = body.params(task="embed", dimensions=body.dimensions)
     listeners = await _pool(exchange, body, params, "embd", body.prompt_name)
-    await _reply(exchange, "embd", model, "embedding", [{"embedding": _told(one.data, body)} for one in listeners], listeners)
+    await _reply(exchange, "embd", model, "embedding", ({"embedding": _told(one.data, body)} for one in listeners), listeners)
 
 
 async def pooling(exchange: Exchange) -> None:
@@ -36,7 +40,7 @@ async def pooling(exchange: Exchange) -> None:
     body, model = await _read(exchange, PoolingRequest)
     params = body.params(task=body.task, dimensions=body.dimensions)
     listeners = await _pool(exchange, body, params, "pool", body.prompt_name)
-    await _reply(exchange, "pool", model, "pooling", [{"data": _told(one.data, body)} for one in listeners], listeners)
+    await _reply(exchange, "pool", model, "pooling", ({"data": _told(one.data, body)} for one in listeners), listeners)
 
 
 async def classify(exchange: Exchange) -> None:
@@ -44,7 +48,7 @@ async def classify(exchange: Exchange) -> None:
     body, model = await _read(exchange, ClassifyRequest)
     listeners = await _pool(exchange, body, body.params(task="classify"), "classify")
     labels = exchange.engine.pooling.facts.capacity.labels
-    told = [{"label": labels[int(one.data.argmax())], "probs": one.data, "num_classes": len(labels)} for one in listeners]
+    told = ({"label": labels[int(one.data.argmax())], "probs": Numbers(one.data), "num_classes": len(labels)} for one in listeners)
     await _reply(exchange, "classify", model, "classification", told, listeners)
 
 
@@ -53,7 +57,7 @@ async def score(exchange: Exchange) -> None:
     body, model = await _read(exchange, ScoreRequest)
     pairs = body.pairs(exchange.engine.info.intake.limits)
     scores, listeners = await _scores(exchange, body, pairs, body.template, "score")
-    await _reply(exchange, "score", model, "score", [{"score": one} for one in scores], listeners)
+    await _reply(exchange, "score", model, "score", ({"score": one} for one in scores), listeners)
 
 
 async def rerank(exchange: Exchange, version: int = 1) -> None:
@@ -68,10 +72,10 @@ async def rerank(exchange: Exchange, version: int = 1) -> None:
     if body.return_documents if body.return_documents is not None else version == 1:
         results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
     usage = _usage(listeners)
-    answer = {"id": new_id("rerank"), "model": model, "results": results, "usage": usage}
+    answer = {"id": new_id("rerank"), "model": model, "results": Items(results), "usage": usage}
     if version == 2:
         answer["meta"] = {"api_version": {"version": "2"}, "tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}}
-    await exchange.reply(answer)
+    await exchange.reply_in_parts(Fields(answer))
 
 
 async def _read(exchange: Exchange, kind: type[B]) -> tuple[B, str]:
@@ -89,6 +93,7 @@ async def _pool(exchange: Exchange, body: ClassifyRequest, params: PoolingParams
     made = exchange.engine.pooling
     prompts = body.prompts(exchange.engine.info.intake.limits)
     prompts = await exchange.made(made.source(prompts, [params] * len(prompts), prompt_name))
+    _check_answer(exchange, prompts, params, body)
     listeners = [PooledListener(exchange) for _ in prompts]
     await exchange.run(new_id(name), params, body.engine_fields(exchange.engine), list(zip(prompts, listeners, strict=True)))
     return listeners
@@ -105,9 +110,18 @@ async def _scores(
     return [plan.score([listeners[place].data for place in plan.of_pair(pair)]) for pair in range(len(pairs))], listeners
 
 
-def _told(data: NDArray[np.float32], body: EmbeddingRequest) -> Any:
+def _check_answer(exchange: Exchange, prompts: Sequence[Prompt], params: PoolingParams, body: ClassifyRequest) -> None:
+    """Raise `RequestError` if the answer would be too large, before anything is computed for it."""
+    numbers = exchange.engine.pooling.numbers(prompts, params)
+    size = BASE64_BYTES if getattr(body, "encoding_format", None) == "base64" else NUMBER_BYTES
+    limits = exchange.engine.info.intake.limits
+    what = "input: the bytes of the answer (fewer texts, smaller truncate_prompt_tokens or dimensions, or base64 take less)"
+    at_most(what, math.ceil(numbers * size), limits, "max_answer_bytes")
+
+
+def _told(data: NDArray[np.float32], body: EmbeddingRequest) -> Numbers:
     """Return an array as the body asks for it."""
-    return data if body.encoding_format != "base64" else base64.b64encode(data.astype("<f4").tobytes()).decode()
+    return Numbers(data, as_base64=body.encoding_format == "base64")
 
 
 def _usage(listeners: Sequence[PooledListener]) -> dict[str, int]:
@@ -116,11 +130,11 @@ def _usage(listeners: Sequence[PooledListener]) -> dict[str, int]:
 
 
 async def _reply(
-    exchange: Exchange, name: str, model: str, kind: str, data: Sequence[Mapping[str, Any]], listeners: Sequence[PooledListener]
+    exchange: Exchange, name: str, model: str, kind: str, data: Iterable[Mapping[str, Any]], listeners: Sequence[PooledListener]
 ) -> None:
-    items = [{"object": kind, "index": index, **one} for index, one in enumerate(data)]
+    items = Items(Fields({"object": kind, "index": index, **one}) for index, one in enumerate(data))
     answer = {"id": new_id(name), "object": "list", "created": int(time.time()), "model": model, "data": items, "usage": _usage(listeners)}
-    await exchange.reply(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY))
+    await exchange.reply_in_parts(Fields(answer))
 
 
 ROUTES = [
