@@ -233,3 +233,9 @@ def test_what_is_left_out_at_its_default_is_not_logged(caplog: pytest.LogCapture
 
 def test_every_argument_is_a_field() -> None:
     assert {one.name for one in dataclasses.fields(EngineArgs)} == {"model", *ARGUMENTS}
+
+
+def test_trust_in_remote_code_is_left_out_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    assert translated({"trust_remote_code": True}) == {}
+    [line] = [record.message for record in caplog.records]
+    assert "a checkpoint's code never runs" in line

@@ -182,7 +182,6 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
         (["--tensor-parallel-size", "two"], "tensor_parallel_size='two': executor.size must be a whole number"),
         (["--pipeline-parallel-size", "2"], 'pipeline_parallel_size=2: Dovetail can\'t do that yet: see "Several machines"'),
         (["--dtype", "int3"], "--dtype: dtype: "),
-        (["--trust-remote-code"], "trust_remote_code=True: a checkpoint's code never runs"),
         (["--enforce-eager=true"], "does not take a value"),
         (["--enforce-eager", "true"], "unexpected extra argument"),
         (["--enable-auto-tool-choice=yes"], "--enable-auto-tool-choice: it takes no value"),

@@ -382,7 +382,12 @@ _ROWS = (
     _same_key("tokenizer", {None: None}, "demo", "`None` is the model's"),
     _same_key("load_format", {None: None, "hf": None}, "dummy", "`None` and `hf` are `auto`", default="auto"),
     _same_key("quantization", {None: None}, "fp8", "`None` is as the checkpoint says"),
-    _anyway("trust_remote_code", False, why="a checkpoint's code never runs", otherwise="a checkpoint's code never runs: leave it out", refused=True),
+    _never_matters(
+        "trust_remote_code",
+        True,
+        "a checkpoint's code never runs: a model type that is defined only there is refused",
+        False,
+    ),
     _anyway("model_loader_extra_config", None, {}, why="there is one loader", otherwise="there is one loader, without options", refused={"x": 1}),
     _anyway(
         "worker_extension_cls",
