@@ -33,6 +33,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.lora",
         "dovetail.pooling",
         "dovetail.sampling_params",
+        "dovetail.spans",
         "dovetail.structured",
         "dovetail.vllm_only",
         "dovetail.limits",

@@ -51,6 +51,7 @@ NEEDS_TIME = {
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {"transformers"}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
+NEEDS_A_COLLECTOR = {"otlp"}  # spans wait in its queue and thread, by design: tests/observers/test_otlp.py
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "dovetail_drafters.model:NamedModel": {"model": "demo"},
     "dovetail_drafters.heads:Eagle3Drafter": {"model": "head"},
@@ -79,7 +80,13 @@ def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[S
 
 def suites() -> Iterator[type[Suite]]:
     for component in BUILT_INS:
-        left_out = SERVES_ANY | NEEDS_MORE | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set()) | (set() if FULL else NEEDS_TIME)
+        left_out = (
+            SERVES_ANY
+            | NEEDS_MORE
+            | NEEDS_A_COLLECTOR
+            | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set())
+            | (set() if FULL else NEEDS_TIME)
+        )
         if component.spec.kind == "parser" or component.spec.name not in left_out:  # some parsers are named after models
             for options in (NEEDED.get(component.spec.target, {}), *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
                 yield suite_of(component, options)

@@ -95,6 +95,10 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
         for name in ("pooler_config", "override_pooler_config")
     },
     "logits_processors": [(None, {}), ([], {"logits_processors": []})],
+    "otlp_traces_endpoint": [
+        ("http://a/v1", {"observers": [{"name": "dovetail:otlp", "endpoint": "http://a/v1"}]}),
+        (None, {}),
+    ],
     "tokenizer": [("demo", {"tokenizer": "demo"}), (None, {})],
     "load_format": [("dummy", {"load_format": "dummy"}), ("hf", {}), (None, {})],
     "quantization": [("fp8", {"quantization": "fp8"}), (None, {})],

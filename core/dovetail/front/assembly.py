@@ -113,6 +113,7 @@ class Assembly:
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_args_model: type[BaseModel] | None = None  # validates their values
     logits_processors: Mapping[str, type[BaseModel] | None] = field(default_factory=dict)  # full name -> `Arguments`; None: not applied
+    told_of_headers: list[str] = field(default_factory=list)  # a line once
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
     pooling: PoolingFacts | None = None  # None: it can't pool
@@ -217,6 +218,17 @@ class Assembly:
             checked[distribution] = validated(model, values, f"extra.{distribution}").model_copy(deep=True)  # nothing of it is the caller's any more
         return checked
 
+    def extra_with(self, extra: Mapping[str, Any] | None, trace_headers: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return `extra` with a request's `trace_headers` for components that read them. Logs, once, that there are none."""
+        readers = [distribution for distribution, model in self.extra_models.items() if "trace_headers" in model.model_fields]
+        if not readers and not self.told_of_headers:
+            self.told_of_headers.append("trace_headers")
+            logger.warning("trace_headers: left out, as no observer reads them: observers=[{'name': 'otlp', 'endpoint': …}]")
+        if not isinstance(trace_headers, Mapping):
+            raise RequestError(f"trace_headers must map names to texts, got {shown(trace_headers)}")
+        carried = {distribution: {"trace_headers": dict(trace_headers)} for distribution in readers}
+        return {**carried, **(extra or {})}
+
     def sampling(self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> RowSampling:
         """Return a request's sampling as `resolve_sampling` does, with `extra_args` validated by the sampler's model, and the arguments of logits
         processors by theirs. Raises `RequestError`."""
@@ -292,7 +304,11 @@ def assemble(
             logits_processors={
                 part.qualified_name: None if executor.capabilities.virtual_clock else part.load().Arguments for part in parts.logits_processors
             },
-            extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
+            extra_models={
+                part.distribution: model
+                for part in (parts.scheduler, parts.kv_cache, *parts.observers)
+                if (model := part.request_extra()) is not None
+            },
             parts={
                 "scheduler": parts.scheduler.qualified_name,
                 "kv_cache": parts.kv_cache.qualified_name,

@@ -200,6 +200,7 @@ class LLMEngine(SaysWhatIsMissing):
         ttft_deadline: float | None = None,
         tbt_s: float | None = None,
         lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         **others: Any,
     ) -> None:
         """Add a request, which generates, or with `PoolingParams` ends with its prompt and a `PoolingRequestOutput`. Raises, without side effects,
@@ -213,12 +214,14 @@ class LLMEngine(SaysWhatIsMissing):
         cached K and V only with requests of the same salt. `extra`: distribution -> fields for its components. `predicted_tokens`: a predicted length
         of the output, for policies that use one.
         `lora_request`: the adapter to compute it with. It is loaded while the request waits; one that can't be used ends its requests as "rejected",
-        with the reason.
+        with the reason. `trace_headers`: `traceparent` and `tracestate` of the trace that its span belongs to, for the observer `otlp`.
         """
         if others:
             from dovetail.front.vllm_calls import check_call
 
             check_call("add_request", others)
+        if trace_headers:
+            extra = self._assembly.extra_with(extra, trace_headers)
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams | PoolingParams):
             raise RequestError(f"params must be SamplingParams or PoolingParams, got {type(params).__name__}")

@@ -486,7 +486,15 @@ _ROWS = (
     _never_matters("use_tqdm_on_load", True, "`LLM` shows no bar while it loads"),
     _anyway("served_model_name", None, why="`LLM` serves nothing", otherwise=_SERVER, refused="my-model"),
     *(row for group in GROUPS for row in _rows_of(group)),
-    _anyway("otlp_traces_endpoint", None, why="observers tell", otherwise="write an observer plugin, and name it: observers", refused="http://x"),
+    Argument(
+        "otlp_traces_endpoint",
+        "observers",
+        lambda value: {"observers": [{"name": "dovetail:otlp", "endpoint": value}]} if isinstance(value, str) else None,
+        "the observer `otlp` with this `endpoint`",
+        "it must be a URL, to which the observer otlp sends spans",
+        ("http://localhost:4318/v1/traces", None),
+        (4318,),
+    ),
 )
 
 TABLE: dict[str, Argument] = {row.name: row for row in _ROWS}

@@ -28,7 +28,7 @@ CALL_TABLE: Mapping[str, VllmOnly] = {
     "chat_template_content_format": VllmOnly("it is found out from the template: leave it out", ("auto",)),
     "mm_processor_kwargs": VllmOnly(TEXT_ONLY, ({},)),
     "multi_modal_data": VllmOnly(TEXT_ONLY, ({},)),
-    "trace_headers": VllmOnly(_OBSERVERS, ({},)),
+    "trace_headers": VllmOnly("requests of LLMEngine.add_request carry them", ({},)),
     "data_parallel_rank": VllmOnly(MACHINES),
     "prompt_text": VllmOnly("give the text as the prompt, or its token ids alone"),
     "reasoning_ended": VllmOnly("structured={'after': …} names the text that a rule follows"),

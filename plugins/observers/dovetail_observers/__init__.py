@@ -18,6 +18,16 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         ComponentSpec(
             kind="observer",
+            name="otlp",
+            api="0.2",
+            target="dovetail_observers.otlp:OtlpObserver",
+            options="dovetail_observers.otlp:OtlpOptions",
+            request_extra="dovetail_observers.otlp:TraceContext",
+            summary="Exports an OpenTelemetry span for each request and its phases",
+            requires=("opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"),
+        ),
+        ComponentSpec(
+            kind="observer",
             name="perfetto",
             api="0.2",
             target="dovetail_observers.perfetto:PerfettoObserver",
