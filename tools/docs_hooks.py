@@ -26,7 +26,7 @@ from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
 from dovetail.config_schema import json_schema
 from dovetail.file_keys import FileKeys, NoEffect, Refused
-from dovetail.front import lora_files
+from dovetail.front import lora_files, tokenizer
 from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
@@ -36,6 +36,7 @@ from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
+from dovetail_models import arch
 
 MARKER = re.compile(r"^<!-- generated: (?P<name>[^>]+?) -->$", re.MULTILINE)
 HELP_WIDTH = "100"
@@ -353,7 +354,15 @@ QUANTIZATION_KEYS = (
     compressed_tensors.GROUP_KEYS,
     compressed_tensors.NUMBER_KEYS,
 )
-FILE_KEYS: tuple[FileKeys, ...] = (GENERATION_CONFIG, *sentence_transformers_files.ALL, *QUANTIZATION_KEYS, lora_files.KEYS)
+TOKENIZER_KEYS = (tokenizer.TOKENIZER_CONFIG, tokenizer.CHAT_TEMPLATE, tokenizer.PROCESSORS)
+FILE_KEYS: tuple[FileKeys, ...] = (
+    GENERATION_CONFIG,
+    lora_files.KEYS,
+    arch.KEYS,
+    *sentence_transformers_files.ALL,
+    *QUANTIZATION_KEYS,
+    *TOKENIZER_KEYS,
+)
 
 
 def file_keys(table: FileKeys) -> str:

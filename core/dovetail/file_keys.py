@@ -2,7 +2,8 @@
 
 A key is used, has no effect for a stated reason, or is refused by name unless its value changes
 nothing. A key that isn't in the table is refused unless it is off (null, false, 0, empty); in files
-whose own library ignores unknown keys, it is logged. The documentation shows the tables, and tests
+whose own library ignores unknown keys, it is logged; if that library reads the file, the key is left
+to it. The documentation shows the tables, and tests
 compare them with the classes of the libraries that write the files.
 """
 
@@ -60,7 +61,7 @@ class FileKeys:
 
     file: str
     keys: Mapping[str, KeyRule]
-    unknown: Literal["refused", "logged"] = "refused"
+    unknown: Literal["refused", "logged", "left"] = "refused"
 
     def rule(self, key: str) -> KeyRule | None:
         """Return the rule for a key; None for one that isn't in the table."""
@@ -87,5 +88,5 @@ class FileKeys:
         if reasons := self.reasons_against(content):
             raise UnsupportedError(f"{where}: {'; '.join([*reasons, *([remedy] if remedy else [])])}")
         unknown = [key for key in content if content[key] is not None and self.rule(key) is None]
-        if unknown:
+        if unknown and self.unknown != "left":
             log.warning("%s: unknown keys, without effect: %s", where, shown(", ".join(unknown)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 import dovetail_models
 from dovetail.errors import ModelLoadError, RequestError
-from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
+from dovetail.front.tokenizer import TOKENIZER_CONFIG, Tokenizer, TransformersTokenizer
 from tests.support import examples
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"
@@ -120,3 +122,54 @@ def test_cutting_a_long_pair_takes_time_by_its_length() -> None:
     [one] = ours.encode_pairs([(long, long)], 64)
     assert len(one.token_ids) == 64
     assert time.process_time() - began < 5
+
+
+def with_settings(directory: Path, **settings: object) -> Path:
+    """Copy the demo model's tokenizer, with other settings."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return directory
+
+
+SETTINGS: list[dict[str, object]] = [
+    {"add_bos_token": True, "bos_token": "<|endoftext|>"},
+    {"add_eos_token": True, "eos_token": "<|endoftext|>"},
+    {"add_prefix_space": True},
+    {"do_lower_case": True},
+    {"split_special_tokens": True},
+    {"extra_special_tokens": ["Romeo"]},
+    {"legacy": False},
+    {"padding_side": "left", "model_max_length": 3, "pad_to_multiple_of": 8, "truncation_strategy": "longest_first", "max_length": 2},
+    {"clean_up_tokenization_spaces": True, "spaces_between_special_tokens": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_settings_of_tokenizer_config_do_what_transformers_makes_of_them(settings: dict[str, object], tmp_path: Path) -> None:
+    text = "Romeo , wherefore<|endoftext|> art thou Romeo ?"
+    directory = with_settings(tmp_path, **settings)
+    assert all(TOKENIZER_CONFIG.rule(key) is not None for key in settings)
+    assert Tokenizer.load(directory).encode(text) == transformers.AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
+
+
+def test_each_setting_that_transformers_reads_is_in_the_table() -> None:
+    base = transformers.PreTrainedTokenizerBase
+    names = {*base.SPECIAL_TOKENS_ATTRIBUTES, "model_max_length", "padding_side", "truncation_side", "model_input_names", "split_special_tokens"}
+    names |= {"clean_up_tokenization_spaces", "chat_template", "response_schema", "processor_class", "name_or_path", "added_tokens_decoder"}
+    assert not [name for name in names if TOKENIZER_CONFIG.rule(name) is None]
+
+
+def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(tmp_path: Path) -> None:
+    directory = with_settings(tmp_path, chat_template=None)
+    assert Tokenizer.load(directory).chat_templates == {}
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert Tokenizer.load(directory).chat_templates == {"default": "{{ messages }}"}
+    with_settings(tmp_path, chat_template="{{ own }}")
+    assert Tokenizer.load(directory).chat_templates == {"default": "{{ own }}"}
+    (directory / "chat_template.json").write_text("[]")
+    assert Tokenizer.load(directory).chat_templates == {"default": "{{ own }}"}
+    with_settings(tmp_path, chat_template=None)
+    with pytest.raises(ModelLoadError, match=r"chat_template.json: expected an object"):
+        Tokenizer.load(directory)

@@ -13,10 +13,45 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.checks import unicode_error
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, RequestError
+from dovetail.file_keys import FileKeys, NoEffect, Used
+from dovetail.json_files import read_json_object
 
 if TYPE_CHECKING:
     from dovetail.api.tokenizer import Chat
 
+_ITS_CLASS = Used("by transformers' class")
+_NAMES = NoEffect("where the files are")
+TOKENIZER_CONFIG = FileKeys(
+    "tokenizer_config.json",
+    {
+        "chat_template": Used("the template of conversations"),
+        "tokenizer_class": Used("transformers' class"),
+        "truncation_side": Used("the side at which texts that pool are cut"),
+        "model_max_length": Used("the longest text, for checkpoints of sentence-transformers without `max_seq_length`"),
+        "model_input_names": Used("whether models are given the token types of pairs"),
+        "max_len": NoEffect("an old name of `model_max_length`"),
+        "*_token": _ITS_CLASS,
+        "*_special_tokens": _ITS_CLASS,
+        **dict.fromkeys(("add_prefix_space", "added_tokens_decoder", "do_lower_case", "legacy"), _ITS_CLASS),
+        **dict.fromkeys(("split_special_tokens", "backend", "from_slow", "use_fast"), _ITS_CLASS),
+        "auto_map": NoEffect("the checkpoint's own code is never run"),
+        "clean_up_tokenization_spaces": NoEffect("texts are streamed as they are decoded"),
+        "spaces_between_special_tokens": NoEffect("texts are streamed as they are decoded"),
+        "padding_side": NoEffect("nothing is padded"),
+        "pad_to_multiple_of": NoEffect("nothing is padded"),
+        **dict.fromkeys(("max_length", "stride", "truncation_strategy"), NoEffect("of calls in transformers")),
+        "pad_token_type_id": NoEffect("nothing is padded"),
+        "processor_class": NoEffect("images, video and audio aren't served"),
+        "response_schema": NoEffect("the server's parsers read answers"),
+        **dict.fromkeys(("name_or_path", "tokenizer_file", "special_tokens_map_file"), _NAMES),
+    },
+    unknown="left",
+)
+CHAT_TEMPLATE = FileKeys("chat_template.json", {"chat_template": Used("the template of conversations, if the tokenizer has none")})
+PROCESSORS = FileKeys(
+    "preprocessor_config.json",
+    {"*": NoEffect("images, video and audio aren't served")},
+)
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
 
 
@@ -52,6 +87,11 @@ class Tokenizer(ABC):
             raise _no_tokenizer(directory, f"{type(error).__name__}: {reason}") from None
         if _is_empty(tokenizer):
             raise _no_tokenizer(directory, "no file with a vocabulary")
+        path = directory / CHAT_TEMPLATE.file
+        if not getattr(tokenizer, "chat_template", None) and path.is_file():
+            content = read_json_object(path)
+            CHAT_TEMPLATE.check(content, path)
+            tokenizer.chat_template = content.get("chat_template")
         return TransformersTokenizer(tokenizer)
 
     @property

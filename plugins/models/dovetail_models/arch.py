@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
+from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
 from dovetail.runtime.model_files import model_length
 from dovetail_models.decoder import Decoder, DecoderShape
@@ -37,61 +37,55 @@ _HANDLED = {
     "tie_word_embeddings",
 }
 
-_HARMLESS = (  # patterns of fields that don't affect a model's results
-    "_*",
-    "*_token_id",
-    "*_token_ids",
-    "*_version",
-    "*dropout*",
-    "*pdrop",
-    "*_plan",  # how transformers itself would split the model
-    "auto_map",  # checkpoint code is rejected separately, below
-    "chunk_size_feed_forward",
-    "dtype",
-    "gradient_checkpointing",
-    "id2label",
-    "classifier_from_token",
-    "ignore_keys_at_rope_validation",
-    "initializer_range",
-    "is_causal",  # checked separately, below
-    "is_llama_config",
-    "is_matryoshka",
-    "is_original_qwen3_reranker",
-    "keys_to_ignore_at_inference",
-    "label2id",
-    "matryoshka_dimensions",
-    "max_length",
-    "max_sequence_length",
-    "model_max_length",
-    "model_name",
-    "model_type",
-    "name_or_path",
-    "num_labels",
-    "output_attentions",
-    "output_hidden_states",
-    "pretraining_tp",  # checked separately, below
-    "problem_type",
-    "quantization_config",  # checked separately, below
-    "return_dict",
-    "sbert_ce_*",
-    "sentence_transformers",
-    "task_specific_params",
-    "tokenizer_*",
-    "torch_dtype",
-    "transformers*",
-    "unsloth_*",
-    "use_cache",
+_DEFAULTS = NoEffect("a default of requests: see generation_config.json")
+_NAMES = NoEffect("what was loaded, and how transformers computes it")
+_TRAINING = NoEffect("of training")
+_VERSIONS = NoEffect("the versions and tools that wrote the file")
+_POOLING = Used("of classifiers and embeddings")
+_OUTPUTS = NoEffect("what transformers' model returns")
+KEYS = FileKeys(
+    "config.json",
+    {
+        **dict.fromkeys(("architectures", "model_type"), Used("the class of the model")),
+        **dict.fromkeys(("eos_token_id", "pad_token_id"), Used("ids of tokens")),
+        **dict.fromkeys(("id2label", "num_labels", "problem_type", "sbert_ce_*"), _POOLING),
+        **dict.fromkeys(("matryoshka_dimensions", "sentence_transformers"), _POOLING),
+        **dict.fromkeys(("dtype", "torch_dtype"), Used("the dtype, if `dtype` is auto")),
+        "auto_map": Used("code of the checkpoint is never run: a class of its own is refused"),
+        "is_causal": Used("false is refused"),
+        "pretraining_tp": Used("other values than 1 are refused"),
+        "quantization_config": Used("how weights are stored, below"),
+        **dict.fromkeys(("*_token_id", "*_token_ids", "max_length", "task_specific_params"), _DEFAULTS),
+        **dict.fromkeys(("_name_or_path", "name_or_path", "model_name"), _NAMES),
+        **dict.fromkeys(("_attn_implementation*", "_experts_implementation*", "_post_init_done"), _NAMES),
+        **dict.fromkeys(("_output_attentions", "_commit_hash", "_pre_quantization_dtype"), _NAMES),
+        **dict.fromkeys(("*_plan", "chunk_size_feed_forward", "use_cache"), _NAMES),
+        **dict.fromkeys(("*dropout*", "*pdrop", "initializer_range", "gradient_checkpointing"), _TRAINING),
+        **dict.fromkeys(("*_version", "transformers*", "unsloth_*", "is_llama_config"), _VERSIONS),
+        **dict.fromkeys(("keys_to_ignore_at_inference", "return_dict"), _OUTPUTS),
+        **dict.fromkeys(("output_attentions", "output_hidden_states"), _OUTPUTS),
+        **dict.fromkeys(("classifier_from_token", "is_original_qwen3_reranker"), NoEffect("how a classifier was made")),
+        **dict.fromkeys(("is_matryoshka", "label2id"), NoEffect("other keys say it")),
+        "ignore_keys_at_rope_validation": NoEffect("of transformers' own checks"),
+        **dict.fromkeys(("max_sequence_length", "model_max_length"), NoEffect("max_position_embeddings says it")),
+        "_sliding_window_pattern": NoEffect("layer_types says it"),
+        "tokenizer_*": NoEffect("the tokenizer's own files say it"),
+        "is_encoder_decoder": Refused("encoder-decoder models", (False,)),
+        "per_layer_config": Refused("fields of single layers"),
+        "_heterogeneity_spec": Refused("fields of single layers, `per_layer_config`"),
+    },
 )
-
 _HARMLESS_VALUES = {"activation": ("swiglu",)}  # Falcon3's name for a gated feed-forward with hidden_act = silu
 
 
 class ConfigArch(ModelArch):
     """Architecture that knows every field of its config.
 
-    A config is served only if every field in it is handled by the architecture (`handled`, besides the common ones), known to be harmless, equal to
-    transformers' default, or off (None, False, 0 or empty). Any other field may change the numbers, even one that transformers itself ignores, and is
-    rejected by name; users who know that it has no effect can remove it from config.json.
+    A config is served only if every field in it is handled by the architecture (`handled`, besides
+    the common ones), in the table `KEYS`, equal to transformers' default, or unknown to
+    transformers and off (None, False, 0 or empty). Any other field may change the numbers, even one
+    that transformers itself ignores, and is rejected by name; users who know that it has no effect
+    can remove it from config.json.
     """
 
     capabilities = ModelCapabilities(taps=True)
@@ -128,11 +122,12 @@ class ConfigArch(ModelArch):
         return [] if activation in self.activations else [f"{self.activation_field} = {activation!r} is not implemented (only {implemented})"]
 
     def _unknown(self, config: Any) -> list[str]:
-        known, defaults = _HANDLED | self.handled | {self.activation_field}, vars(type(config)())  # what transformers puts into every such config
+        known = _HANDLED | self.handled | {self.activation_field}
+        defaults = vars(type(config)())  # what transformers puts into every such config
         return [
             f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, remove it from config.json"
             for name, value in vars(config).items()
-            if value and name not in known and value != defaults.get(name) and not _is_harmless(name, value)
+            if (value or defaults.get(name)) and name not in known and value != defaults.get(name) and not _is_harmless(name, value)
         ]
 
 
@@ -256,7 +251,9 @@ def _wrong_values(config: Any, auto_classes: Sequence[str]) -> list[str]:
 
 
 def _is_harmless(name: str, value: object) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _HARMLESS) or value in _HARMLESS_VALUES.get(name, ())
+    if isinstance(KEYS.rule(name), Used | NoEffect):
+        return True
+    return value in _HARMLESS_VALUES.get(name, ())
 
 
 def _is_copy(code: object, config: Any) -> bool:
