@@ -289,3 +289,21 @@ def test_blocks_kept_for_samples_are_given_up_before_a_request_ends_for_lack_of_
     world.add(Spec("s", PROMPT, n=2, max_tokens=29))
     world.drain(check=True)
     assert [len(world.tokens[f"s#{index}"]) for index in range(2)] == [29, 29]
+
+
+def test_a_shared_prefix_is_forgotten_when_one_of_its_requests_runs_alone_with_other_blocks() -> None:
+    """Both have run together, and do so again, but by then one of them has another table."""
+
+    def preempt_second(step: Step) -> None:
+        step.preempt(step.running[-1])
+
+    def admit_alone(step: Step) -> None:
+        world.kv.reset()
+        assert step.grant(step.waiting[0])
+
+    world = World(scripted(fcfs, fcfs, fcfs, preempt_second, admit_alone), Shape(overlap=False))
+    world.add(Spec("r", tuple(range(12)), n=2, max_tokens=12))
+    world.drain(check=True)
+    shared = [batch.shared_prefix_blocks for batch in world.executor.sent]
+    assert shared[2] == 2, "as they were forked"
+    assert set(shared[3:]) == {0}

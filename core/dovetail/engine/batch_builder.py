@@ -89,9 +89,11 @@ class BatchBuilder:
     def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
         """Return how many leading blocks all requests of a step share; 0 unless the executor can use it. Cached until a table is `new` or
         other requests run: tables only grow at their end."""
+        if new:
+            self._sharing = [], 0  # also if this step has nobody to share: the requests of an earlier one may run together again later
         if not self._may_share or len(requests) < 2:
             return 0
-        if new or requests != self._sharing[0]:
+        if requests != self._sharing[0]:
             self._sharing = requests, _common_pages([self._kv.tables(r)[0] for r in requests]) // self._pages_per_block
         return self._sharing[1]
 
