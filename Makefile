@@ -8,7 +8,7 @@ PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/m
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which import the same modules: they are compiled once
 
-.PHONY: demo test test-full test-page lint types rules docs check clean test-cluster test-tekken test-clients
+.PHONY: demo test test-slow test-full test-page lint types rules docs check clean test-cluster test-tekken test-clients
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
@@ -17,7 +17,10 @@ demo: $(VENV)/.demo  ## generate text from the bundled model
 test: $(VENV)/.dev  ## the quick test suite
 	$(BIN)/python -m pytest -n 2
 
-test-full: $(VENV)/.dev  ## with the numbers of examples that a release asks for: about an hour
+test-slow: $(VENV)/.dev  ## tests above the budget of a quick one: processes, ranks, suites, kernels
+	DOVETAIL_TEST_PROFILE=slow $(BIN)/python -m pytest -n 2
+
+test-full: $(VENV)/.dev  ## all tests, with the numbers of examples that a release asks for: about an hour
 	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -n 2
 
 test-page: docs  ## the server's page, a report and the site in headless Chromium, which is installed from Debian's packages if it isn't there
@@ -49,7 +52,7 @@ rules: $(VENV)/.dev  ## who may import whom
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
-check: lint types rules docs test
+check: lint types rules docs test test-slow
 
 # mistral-common takes older versions of numpy than constraints.txt has, which is why it has an environment of its own.
 test-tekken: .venv-tekken/.done  ## the example package dovetail-tekken against mistral-common

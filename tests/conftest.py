@@ -16,7 +16,9 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once
+from tests.slow_checks import SLOW_CHECKS
 from tests.support import FULL, PROFILE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,11 +38,30 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             passed.write(f"{report.nodeid}\n")
 
 
+def is_of_profile(item: pytest.Item) -> bool:
+    """Whether `make test` (quick), `make test-slow` (slow) or `make test-full` (full: all) runs a test."""
+    slow = item.get_closest_marker("slow") is not None
+    if item.get_closest_marker("full") is not None:
+        return FULL
+    return FULL or slow == (PROFILE == "slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if PROFILE == "quick" and not getattr(config.option, "collectonly", False):
+        config.pluginmanager.register(Budget(), "budget")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))  # with `-n`, nobody is left alone with one at the end
-    if not FULL:  # slow tests run with DOVETAIL_TEST_PROFILE=full, as in make test-full
-        config.hook.pytest_deselected(items=[item for item in items if "slow" in item.keywords])
-        items[:] = [item for item in items if "slow" not in item.keywords]
+    for item in items:
+        if item.nodeid in SLOW_CHECKS:
+            item.add_marker(pytest.mark.slow(SLOW_CHECKS[item.nodeid]))
+    without_reason = [item.nodeid for item in items for mark in item.iter_markers("slow") if not mark.args]
+    if without_reason:
+        raise pytest.UsageError(f"marked slow without a reason: {', '.join(without_reason[:5])}")
+    other = [item for item in items if not is_of_profile(item)]
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if is_of_profile(item)]
     if PASSED:
         passed = set(Path(PASSED).read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])

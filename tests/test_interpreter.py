@@ -21,6 +21,7 @@ TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the tests of kernels run by themselves")
 
 
+@pytest.mark.slow("runs kernels in the interpreter")
 def test_the_kernels_hold_in_tritons_interpreter() -> None:
     files = sorted(str(path) for path in TESTS.glob("*/test_*.py") if "\nfrom tests.kernels import" in path.read_text(encoding="utf-8"))
     assert files

@@ -27,7 +27,7 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_user_s_program_passes_mypy_strict_where_it_is_right_and_nowhere_else(tmp_path: Path) -> None:
     api = pytest.importorskip("mypy.api")
     program = tmp_path / "program.py"

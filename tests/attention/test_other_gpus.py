@@ -58,13 +58,13 @@ def assert_fit(case: Case, kernels: Iterable[Compiled]) -> None:
     [
         Case(75, "float16", 16, brief=True),
         Case(86, "bfloat16", 128, brief=True),
-        pytest.param(Case(80, "bfloat16", 32, brief=True), marks=pytest.mark.slow),
-        pytest.param(Case(89, "bfloat16", 256, brief=True), marks=pytest.mark.slow),
-        pytest.param(Case(100, "bfloat16", 16, brief=True), marks=pytest.mark.slow),
-        pytest.param(Case(120, "float32", 64, brief=True), marks=pytest.mark.slow),
-        pytest.param(Case(89, "bfloat16", 128, brief=True, fp8=True), marks=pytest.mark.slow),
-        pytest.param(Case(100, "float32", 8, brief=True, fp8=True), marks=pytest.mark.slow),
-        pytest.param(Case(120, "float16", 256, brief=True, fp8=True), marks=pytest.mark.slow),
+        pytest.param(Case(80, "bfloat16", 32, brief=True), marks=pytest.mark.full),
+        pytest.param(Case(89, "bfloat16", 256, brief=True), marks=pytest.mark.full),
+        pytest.param(Case(100, "bfloat16", 16, brief=True), marks=pytest.mark.full),
+        pytest.param(Case(120, "float32", 64, brief=True), marks=pytest.mark.full),
+        pytest.param(Case(89, "bfloat16", 128, brief=True, fp8=True), marks=pytest.mark.full),
+        pytest.param(Case(100, "float32", 8, brief=True, fp8=True), marks=pytest.mark.full),
+        pytest.param(Case(120, "float16", 256, brief=True, fp8=True), marks=pytest.mark.full),
     ],
     ids=lambda case: f"sm_{case.arch}, {case}",
 )
@@ -74,7 +74,7 @@ def test_attention_has_room_on_other_architectures(case: Case) -> None:
     assert_fit(case, kernels)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("arch", sorted(GPUS))
 def test_every_kernel_has_room_on_every_architecture(arch: int) -> None:
     """For every dtype and head size that is served there."""

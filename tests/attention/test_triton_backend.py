@@ -40,7 +40,7 @@ gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 # On a GPU every new shape is compiled, in the interpreter every tile takes milliseconds.
 few, enough = examples(quick=6 if ON_GPU else 2, full=400), examples(quick=10 if ON_GPU else 5, full=3000 if ON_GPU else 500)
 beside_the_named = examples(quick=6 if ON_GPU else 1, full=400)
-full_when_interpreted = () if ON_GPU else (pytest.mark.slow,)  # lies between two that the quick profile tries
+full_when_interpreted = () if ON_GPU else (pytest.mark.full,)  # lies between two that the quick profile tries
 
 
 class SharingAttention(TritonAttention):
@@ -125,7 +125,7 @@ def test_rows_of_many_tiles_are_attended_as_defined(window: int | None) -> None:
     assert_as_defined(Case((0, 131, 5), (70, 33, 1), heads=2, kv_heads=1, windows=(window,)))
 
 
-@pytest.mark.parametrize("heads", [5, pytest.param(72, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("heads", [5, pytest.param(72, marks=pytest.mark.full)])
 def test_latents_are_attended_as_defined(heads: int) -> None:
     assert_as_defined(Case((0, 51, 70), (40, 13, 1), heads=heads, kv_heads=1, head_size=24, v_in_k=16, padding=2))
 
@@ -185,7 +185,7 @@ def test_half_precision_is_as_close_as_its_rounding(dtype: str) -> None:
     assert_as_defined(Case((0, 30, 77), (40, 9, 1), dtype=dtype, windows=(None, 20)), HALF[dtype])
 
 
-@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.full)])
 def test_k_and_v_in_fp8_are_attended_as_they_are_stored(dtype: str) -> None:
     case = Case((0, 30, 77, 5), (40, 9, 1, 1), dtype=dtype, windows=(None, 20), padding=3, cache_dtype="float8_e4m3fn", kv_scales=((0.037, 0.21),))
     assert_as_defined(case, HALF.get(dtype, TOLERANCE))
@@ -262,7 +262,7 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="graphs are played on the CPU; tests/gpu has real ones")
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 5])
 def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_launches(monkeypatch)
     bench = bench_with_graphs(TritonAttention, [16, 8], monkeypatch)

@@ -70,15 +70,15 @@ def attend(
     ("dtype", "head_size", "block_size", "window", "loads_apart", "mixed_graph"),
     [
         ("bfloat16", 128, 16, None, True, False),  # what a Hopper's own kernel is compiled to doesn't depend on `mixed_graph`
-        pytest.param("float16", 64, 256, None, True, True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 80, 8, None, True, True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 128, 24, None, False, False, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 128, 24, None, False, True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 80, 256, 512, False, False, marks=pytest.mark.slow),
+        pytest.param("float16", 64, 256, None, True, True, marks=pytest.mark.full),
+        pytest.param("bfloat16", 80, 8, None, True, True, marks=pytest.mark.full),
+        pytest.param("bfloat16", 128, 24, None, False, False, marks=pytest.mark.full),
+        pytest.param("bfloat16", 128, 24, None, False, True, marks=pytest.mark.full),
+        pytest.param("bfloat16", 80, 256, 512, False, False, marks=pytest.mark.full),
         ("bfloat16", 80, 256, 512, False, True),
         ("float32", 256, 8, None, False, False),
-        pytest.param("bfloat16", 512, 16, None, False, False, marks=pytest.mark.slow),
-        pytest.param("float32", 256, 8, None, False, True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 512, 16, None, False, False, marks=pytest.mark.full),
+        pytest.param("float32", 256, 8, None, False, True, marks=pytest.mark.full),
     ],
 )
 def test_attention_compiles_within_the_shared_memory(
@@ -103,7 +103,7 @@ def test_attention_compiles_within_the_shared_memory(
     ("head_size", "sinks", "softcap", "prefill"),
     [(64, True, None, "prefill_hopper"), (256, False, 50.0, "prefill_tiles")],
 )
-@pytest.mark.slow
+@pytest.mark.full
 def test_attention_with_sinks_or_capped_scores_compiles_within_the_shared_memory(
     head_size: int, sinks: bool, softcap: float | None, prefill: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
     assert [kernel.name for kernel in kernels].count("prefill_hopper") == 1
 
 
-@pytest.mark.parametrize(("dtype", "head_size"), [pytest.param("bfloat16", 128, marks=pytest.mark.slow), ("float16", 64)])
+@pytest.mark.parametrize(("dtype", "head_size"), [pytest.param("bfloat16", 128, marks=pytest.mark.full), ("float16", 64)])
 def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_size: int) -> None:
     """16 bytes at once into shared memory, and from there what matrix units take: never byte by byte."""
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
@@ -149,6 +149,7 @@ def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_siz
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [(8, 128), (16, 128), (32, 128), (16, 64), (32, 64), (16, 256)])
+@pytest.mark.slow("compiles kernels")
 def test_as_many_programs_of_a_decode_fit_a_multiprocessor_as_share_the_keys(heads: int, head_size: int) -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
@@ -223,6 +224,7 @@ def test_large_layers_of_few_rows_multiply_no_padding_and_ask_for_their_weights_
     assert kernel.spilled_bytes == 0
 
 
+@pytest.mark.slow("compiles kernels")
 def test_the_kernels_around_attention_compile() -> None:
     from dovetail.nn.kernels import embedding, gate, logprobs, one_row, qkv, rms_norm
     from dovetail_samplers import fused

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_triton_backend_conforms_in_tritons_interpreter() -> None:
     """In a new process: a kernel is interpreted or compiled for good when it, or triton, is first imported."""
     run = subprocess.run(

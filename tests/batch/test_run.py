@@ -385,6 +385,7 @@ def test_a_number_of_gpus_is_shared_out(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("sockets_with_a_time_limit")
+@pytest.mark.slow("takes more than the budget")
 def test_a_job_runs_where_the_program_gives_all_sockets_a_time_limit(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(2))
     run_job(write_job(tmp_path))
@@ -407,7 +408,7 @@ def test_an_engine_whose_process_is_stopped_ends_the_job(tmp_path: Path, monkeyp
     assert "engine 0 has failed: it had been stopped (SIGSTOP) for 5 s" in run_job(write_job(tmp_path), code=1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_that_is_killed_again_and_again_is_whole(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["batch", "kills", "--rows", "20000", "--kills", "5", "--step-s", "0.01"])
     bench_main()

@@ -70,6 +70,7 @@ def killed_at(operation: int, directory: Path, seed: int) -> tuple[bool, set[int
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, kept
 
 
+@pytest.mark.slow("takes more than the budget")
 def test_a_job_killed_at_any_file_operation_resumes_with_the_rest(tmp_path: Path) -> None:
     operation, died = 0, True
     while died:

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_each_way_to_sum_over_ranks_is_right_and_timed(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     command = [sys.executable, "-m", "bench.all_reduce", "--device", "cpu", "--rows", "1", "3", "--hidden", "32", "--json", str(table)]

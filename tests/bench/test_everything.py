@@ -30,7 +30,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
     return ended.value.code
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_part_leaves_its_text_its_figures_and_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,7 +53,7 @@ def test_a_part_that_has_passed_is_not_run_again_unless_asked_for(tmp_path: Path
         assert (tmp_path / "good-part.json").read_text() == "x" * times
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_part_begins_that_may_not_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, "--out", tmp_path, "--seconds", 59) is True
     assert not (tmp_path / "good-part.txt").exists()

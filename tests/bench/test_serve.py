@@ -119,6 +119,7 @@ def test_metrics_are_those_that_are_stated() -> None:
     assert Quantiles.of([]) is None
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_the_program_runs_a_plan_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -257,6 +257,7 @@ def test_the_command_knows_the_names_of_all_core_commands(site: Site) -> None:
     assert [finding["what"] for finding in json.loads(done.stdout)["findings"]] == ["command 'generate' is one of Dovetail's own"]
 
 
+@pytest.mark.slow("starts processes that import everything")
 def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site) -> None:
     app = typer.Typer()
     app.command()(doctor)
@@ -295,6 +296,6 @@ def test_what_a_machine_offers_to_ranks_is_said(offers: tuple[list[str], bool, l
     assert in_words(*offers) == words
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_this_machine_is_asked() -> None:
     assert re.match("no CUDA device; ranks|1 CUDA device|[2-9] CUDA devices", str(look_at_machine(60)))

@@ -98,15 +98,17 @@ def test_they_install_are_listed_and_load(installed: Path, kind: Kind) -> None:
     assert (installed / f"dovetail_my_{kind}" / "py.typed").exists()
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_the_doctor_finds_nothing_wrong(installed: Path) -> None:
     assert examine("dovetail-my-executor").findings == ()
 
 
 NEEDS_TIME = ("scheduler", "kv_cache", "sampler", "attention", "model", "logits_processor")
-SUITES = [pytest.param(kind, marks=pytest.mark.slow if kind in NEEDS_TIME else ()) for kind in KINDS]
+SUITES = [pytest.param(kind, marks=pytest.mark.full if kind in NEEDS_TIME else ()) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", SUITES)
+@pytest.mark.slow("runs suites of components in processes")
 def test_it_passes_the_suite_of_its_kind(installed: Path, kind: Kind) -> None:
     verdict = run(kind, f"my_{kind}")
     assert not verdict.findings, str(verdict)
@@ -134,7 +136,7 @@ def test_they_are_formatted_and_linted_whatever_their_names(tmp_path: Path) -> N
     python(tmp_path, "-m", "ruff", "format", "--check", ".")
 
 
-@pytest.mark.slow  # `make types` checks the templates where they lie
+@pytest.mark.full  # `make types` checks the templates where they lie
 def test_its_types_are_strict(tmp_path: Path) -> None:
     project = write_package("scheduler", "my_own", tmp_path)
     python(project, "-m", "mypy", "src", MYPYPATH=str(ROOT / "core"))

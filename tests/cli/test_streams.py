@@ -33,6 +33,7 @@ def test_a_full_disk_is_one_message_and_exit_code_1(unbuffered: str) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.slow("starts a server's processes")
 def test_a_reader_that_goes_is_no_failure(unbuffered: str) -> None:
     done = shell(f"{DOVETAIL} config schema | head -n 1", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")

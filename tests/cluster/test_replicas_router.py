@@ -110,6 +110,7 @@ def complete(url: str, key: str | None = None) -> int:
 
 
 @needs_smg
+@pytest.mark.slow("starts a server's processes")
 def test_replicas_come_and_go(worker: str) -> None:
     with closing(SmgRouter(settings())) as router:
         assert until(lambda: router.look() is not None)
@@ -123,6 +124,7 @@ def test_replicas_come_and_go(worker: str) -> None:
 
 
 @needs_smg
+@pytest.mark.slow("starts a server's processes")
 def test_the_router_takes_no_larger_bodies_than_its_replicas(worker: str) -> None:
     limited = ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port()}, "serve": {"max_body_bytes": 10_000}})
     with closing(SmgRouter(limited)) as router:
@@ -135,7 +137,7 @@ def test_the_router_takes_no_larger_bodies_than_its_replicas(worker: str) -> Non
 
 
 @needs_smg
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_router_that_was_killed_is_started_again_without_replicas(worker: str) -> None:
     with closing(SmgRouter(settings())) as router:
         until(lambda: router.look() is not None)
@@ -147,7 +149,7 @@ def test_a_router_that_was_killed_is_started_again_without_replicas(worker: str)
 
 
 @needs_smg
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_router_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(SmgRouter(settings())) as router:
         until(lambda: router.look() is not None)
@@ -158,6 +160,7 @@ def test_a_router_that_hangs_is_killed_and_started_again(monkeypatch: pytest.Mon
 
 
 @needs_smg
+@pytest.mark.slow("starts a server's processes")
 def test_a_router_may_listen_on_a_name() -> None:
     port = free_port()
     with closing(SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"host": "localhost", "port": port}}))) as router:
@@ -165,6 +168,7 @@ def test_a_router_may_listen_on_a_name() -> None:
         assert router.url == f"http://localhost:{port}"
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
     monkeypatch.setattr(smg_router, "RESTART_S", 0.0)
@@ -174,6 +178,7 @@ def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(monkeyp
 
 
 @needs_smg
+@pytest.mark.slow("starts a server's processes")
 def test_clients_need_their_own_key_and_may_not_change_the_replicas(keyed_worker: str) -> None:
     worker = keyed_worker
     with closing(SmgRouter(settings(), ("mine", "yours"), "internal")) as router:
@@ -266,6 +271,7 @@ SERVED = (
 
 
 @needs_smg
+@pytest.mark.slow("starts a server's processes")
 def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clients_reach_those_of_replicas_only(worker: str) -> None:
     with closing(SmgRouter(settings(), ("mine",), "internal")) as router:
         until(lambda: router.look() is not None)
@@ -284,6 +290,7 @@ def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clie
 
 
 @needs_smg
+@pytest.mark.slow("starts a server's processes")
 def test_without_keys_too_strangers_may_not_change_the_replicas() -> None:
     with closing(SmgRouter(settings())) as router:
         until(lambda: router.look() is not None)
@@ -334,7 +341,7 @@ def test_a_cluster_with_keys_serves_their_owners_in_every_api(tmp_path: Path) ->
 
 
 @needs_smg
-@pytest.mark.slow
+@pytest.mark.full
 def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlives_a_killed_cluster(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     file = tmp_path / "cluster.yaml"

@@ -52,6 +52,7 @@ def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         (unruly.Exits, "it ended the process, with exit code 0", False),
     ],
 )
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_check_in_which_the_process_is_lost_has_failed_and_the_others_count(component: type, message: str, in_line: bool) -> None:
     verdict = run("observer", component)
     lost, given_up = verdict.findings
@@ -64,6 +65,7 @@ def test_a_check_in_which_the_process_is_lost_has_failed_and_the_others_count(co
     assert component.__name__ in verdict.component
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_check_that_hangs_has_failed_and_the_others_count() -> None:
     verdict = run("observer", unruly.HangsInC, time_limit_s=LIMIT_S)
     (lost,) = verdict.findings
@@ -74,6 +76,7 @@ def test_a_check_that_hangs_has_failed_and_the_others_count() -> None:
     assert verdict.passed == verdict.expected - 1
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_component_that_always_ends_the_process_is_given_up() -> None:
     deaths, given_up = run("observer", unruly.DiesAtOnce, time_limit_s=60).findings
     assert deaths.message == "it ended the process, with exit code 3"
@@ -83,10 +86,12 @@ def test_a_component_that_always_ends_the_process_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("component", [unruly.ExitsPolitely, unruly.RaisesWithoutWords])
+@pytest.mark.slow("runs suites of components in processes")
 def test_what_a_component_raises_fails_the_check(component: type) -> None:
     assert CHECK in [finding.id for finding in run("observer", component).findings]
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_what_fails_many_checks_is_one_finding_with_file_and_line() -> None:
     (finding,) = run("observer", unruly.Interrupts).findings
     line = inspect.getsourcelines(unruly.Interrupts)[1] + 2
@@ -96,35 +101,41 @@ def test_what_fails_many_checks_is_one_finding_with_file_and_line() -> None:
 
 
 @pytest.mark.parametrize("component", [unruly.WritesToAnyFile, unruly.ForksItself])
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_component_that_meddles_with_its_process_has_a_verdict(component: type) -> None:
     verdict = run("observer", component, time_limit_s=60)
     assert component.__name__ in verdict.component
     assert verdict.expected >= verdict.passed > 5
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_an_error_whose_message_holds_the_time_is_one_finding() -> None:
     (finding,) = run("observer", unruly.RaisesWithTheTime).findings
     assert finding.also == ("observer.failed_run",)
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_call_that_blocks_is_mentioned() -> None:
     verdict = run("observer", unruly.BlocksOnce)
     assert verdict.conformant
     assert any("a call of on_stopped took 0.2 s" in note for note in verdict.notes)
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_no_component_can_say_that_a_required_check_is_not_wanted() -> None:
     verdict = run("observer", unruly.SaysThatItIsAbsent)
     assert f"the check broke off: Absent: anything isn't declared ({unruly.__file__}:" in verdict.findings[0].message
     assert (verdict.conformant, verdict.expected) == (False, 14)
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_what_is_not_text_is_told_too(site: Site) -> None:  # noqa: F811
     site.install("dovetail-mute", modules={"mute": components('kind="observer", name="mute", target="tests.conformance.unruly:RaisesNoText"')})
     done = CliRunner().invoke(app, ["plugins", "test", "observer", "mute"])
     assert "ValueError: no text: \\udcff" in done.stdout
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa: F811
     spec = 'kind="observer", name="loud", target="tests.conformance.unruly:Prints"'
     site.install("dovetail-loud", modules={"loud": "print('noise')\n" + components(spec)})
@@ -139,6 +150,7 @@ def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa
     ]
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_verdict_for_machines_names_every_check(site: Site, tmp_path: Path) -> None:  # noqa: F811
     site.install("dovetail-one", modules={"one": components('kind="observer", name="one", target="tests.conformance.unruly:RaisesNoText"')})
     done = CliRunner().invoke(app, ["plugins", "test", "observer", "one", "--json", "--badge", str(tmp_path / "badge.json")])
@@ -175,6 +187,7 @@ def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None: 
         (components('kind="observer", name="gone", target="nowhere:Gone", api="7.0"'), "written for observer api 7.0"),
     ],
 )
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_component_whose_plugin_is_to_blame_has_a_verdict(site: Site, source: str, message: str) -> None:  # noqa: F811
     site.install("dovetail-gone", modules={"gone": source})
     verdict = run("observer", "gone")
@@ -182,6 +195,7 @@ def test_a_component_whose_plugin_is_to_blame_has_a_verdict(site: Site, source: 
     assert message in verdict.findings[0].message
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_wrong_words_are_errors_and_no_verdict() -> None:
     with pytest.raises(PluginError, match="did you mean log"):
         run("observer", "lgo")
@@ -197,6 +211,7 @@ def test_wrong_words_are_errors_and_no_verdict() -> None:
         Waiver("because", "not a url")
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_waivers_reach_the_verdict() -> None:
     verdict = run("observer", unruly.Raises, waivers={CHECK: Waiver("on purpose", "https://example.org/1")}, time_limit_s=60)
     assert verdict.waived == (CHECK,)
@@ -208,6 +223,7 @@ def command(*args: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_the_command_takes_waivers(site: Site) -> None:  # noqa: F811
     spec = 'kind="observer", name="raises", target="tests.conformance.unruly:Raises"'
     site.install("dovetail-raises", modules={"raises": components(spec)})
@@ -240,6 +256,7 @@ def test_the_settings_of_a_kinds_suite_reach_it_by_every_way(tmp_path: Path, mon
     assert (suite.architectures, suite.variants) == (("A",), ({"sliding_window": 7}, {"head_dim": 4}))
 
 
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_setting_that_a_suite_does_not_have_is_refused_with_those_that_it_has() -> None:
     code, told = command("observer", "log", "--variant", "a=1")
     assert (code, "the suite of kind observer has no setting 'variants'; it has: none" in told) == (2, True)
@@ -270,7 +287,7 @@ def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> No
 SLOW = [("scheduler", "fcfs"), ("kv_cache", "prefix"), ("grammar", "llguidance"), ("observer", "decision_log"), ("observer", "prometheus")]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("observer", "log"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
+@pytest.mark.parametrize(("kind", "name"), [("observer", "log"), *(pytest.param(*one, marks=pytest.mark.full) for one in SLOW)])
 def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folder(kind: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
@@ -285,7 +302,7 @@ def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folde
 WITH_TORCH = [("attention", "torch"), ("model", "llama"), ("sampler", "default"), ("executor", "local"), ("executor", "tensor")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "name"), WITH_TORCH)
 def test_suites_that_need_torch_leave_nothing_in_the_folder(kind: Kind, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -105,7 +105,7 @@ def test_verdict_of_the_class(name: str, verdicts: dict[str, str]) -> None:
     assert matches(CLASSES[name][2], verdicts[name]), verdicts[name]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_workers_of_xdist_come_to_the_same_verdicts(tmp_path: Path, verdicts: dict[str, str]) -> None:
     code, lines = run_pytest(tmp_path, source(*CLASSES), "-n", "2", "test_suites.py", installed=True)
     assert code == 1

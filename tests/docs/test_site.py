@@ -52,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_no_table_of_the_site_has_a_column_with_nothing_in_it(site: Path) -> None:
     for page in site.rglob("index.html"):
         tables = Tables(page.read_text(encoding="utf-8")).found
@@ -61,7 +61,7 @@ def test_no_table_of_the_site_has_a_column_with_nothing_in_it(site: Path) -> Non
                 assert any(row[index].strip("–") for row in rows), f"{page.parent.relative_to(site)}: {title!r} in {head}"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_class_has_its_fields_in_a_table_and_not_once_more_below(site: Path) -> None:
     page = (site / "reference/engine/index.html").read_text(encoding="utf-8")
     assert page.count('id="dovetail.sampling_params.SamplingParams"') == 1
@@ -69,7 +69,7 @@ def test_a_class_has_its_fields_in_a_table_and_not_once_more_below(site: Path) -
     assert "model_config" not in "".join(path.read_text(encoding="utf-8") for path in (site / "reference").rglob("index.html"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("word", "title"), [("streaming", "Streaming"), ("max_tokens", "When an answer ends: max_tokens, stop and EOS")])
 def test_search_finds_a_word_where_it_is_explained(site: Path, word: str, title: str) -> None:
     """Matches in a title come first."""
@@ -78,13 +78,13 @@ def test_search_finds_a_word_where_it_is_explained(site: Path, word: str, title:
     assert [found for found in titles if word in found.lower()] == [title]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_style_sheet_can_tell_languages_apart(site: Path) -> None:
     page = (site / "cli/index.html").read_text(encoding="utf-8")
     assert {"language-console highlight", "language-text highlight"} <= set(re.findall(r'<div class="([^"]*highlight)">', page))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_first_page_has_a_drawing_that_takes_the_colours_of_the_page(site: Path) -> None:
     page = (site / "index.html").read_text(encoding="utf-8")
     (svg,) = re.findall(r'<figure class="drawing">\s*(<svg.*?</svg>)', page, re.DOTALL)

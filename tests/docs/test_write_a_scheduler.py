@@ -32,6 +32,7 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow("starts processes that import everything")
 def test_the_package_of_the_page_installs_passes_its_tests_and_runs_in_an_engine(project: Path) -> None:
     site = project.parent / "site"
     for block in blocks_of(PAGE):

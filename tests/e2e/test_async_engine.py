@@ -136,6 +136,7 @@ def test_a_request_that_ends_while_its_text_is_tokenized_never_begins(fresh: Asy
 # Streams
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_concurrent_streams_have_the_tokens_of_requests_that_run_alone(shared: AsyncLLMEngine) -> None:
     prompts = [[i % 97] * (1 + i % 9) for i in range(30)]
     each = [params(seed=i) for i in range(30)]

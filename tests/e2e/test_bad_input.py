@@ -934,6 +934,7 @@ def test_a_component_that_raises_on_import_is_named(site: Site) -> None:  # noqa
 POISON = 96  # a token whose embedding is not a number
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_a_request_whose_numbers_break_fails_alone_and_poisons_nothing(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(model_dir(), tmp_path / "model"))
     _tensors(lambda t: t["model.embed_tokens.weight"][POISON].fill_(math.nan))(directory)

@@ -66,6 +66,7 @@ def check_equal(output: BeamSearchOutput, model: Any, prompt: Sequence[int], par
         assert [sequence.score for sequence in output.sequences] == pytest.approx(theirs.sequences_scores.tolist(), abs=1e-4, rel=1e-6)
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_beams_of_the_demo_model_are_those_of_transformers(llm: LLM) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
     params = BeamSearchParams(beam_width=4, max_tokens=12)
@@ -126,6 +127,7 @@ def test_beams_are_the_same_however_many_prompts_are_searched_at_a_time(llm: LLM
     ],
     ids=["no prefix cache", "preemption and chunks", "fewer seats than beams"],
 )
+@pytest.mark.slow("makes several engines or many tokens")
 def test_beams_are_the_same_in_any_engine(llm: LLM, config: dict[str, Any]) -> None:
     with LLM(**SETTINGS | config) as other:
         assert found(other) == found(llm)
@@ -228,6 +230,7 @@ def test_the_length_of_the_model_limits_answers(llm: LLM) -> None:
     assert [(len(sequence.tokens), len(sequence.logprobs)) for sequence in output.sequences] == [(128, 1)] * 3
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_texts_are_those_of_all_tokens_but_special_ones_and_eos(tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path, dirs_exist_ok=True)
     with LLM(**SETTINGS) as llm:

@@ -239,7 +239,7 @@ def test_the_page_names_each_method() -> None:
         assert f"`{name}" in page, name
 
 
-@pytest.mark.slow  # two processes load torch
+@pytest.mark.slow("two processes import torch")
 def test_the_loop_runs_on_two_ranks_which_end_with_the_interpreter(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -117,6 +117,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(("drafter", "way"), PAIRS)
+@pytest.mark.slow("makes several engines or many tokens")
 def test_answers_are_those_without_drafts(drafter: str, way: str, tmp_path: Path) -> None:
     """Random weights, so that most drafts are wrong. The second time prefixes are found."""
     config = TARGETS[drafter](max_position_embeddings=128)
@@ -139,6 +140,7 @@ def test_answers_are_those_without_drafts(drafter: str, way: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("way", ALL_WAYS if FULL else ["small memory"])
+@pytest.mark.slow("makes several engines or many tokens")
 def test_random_requests_get_the_answers_that_they_get_without_drafts(way: str, tmp_path: Path) -> None:
     """Filters, penalties, stop strings, grammars, several samples: those of `test_draft_model`."""
     fields, seeds = eagle3_fields(read_config(DEMO)), SEEDS if FULL else SEEDS[:2]
@@ -152,6 +154,7 @@ def test_random_requests_get_the_answers_that_they_get_without_drafts(way: str, 
         assert running.stats().draft_tokens > 0
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
     config, prompt = glm4_moe(max_position_embeddings=128), [(11 * i + 5) % 61 for i in range(33)]
     with checkpoint(config) as (directory, model):
@@ -169,6 +172,7 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("differ", [15, 16, 17])
+@pytest.mark.slow("makes several engines or many tokens")
 def test_drafts_after_a_prefix_hit_are_those_after_a_miss(differ: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if prompts part at the end of a block: the head's K and V of its last token are made of the next one, too."""
     drafts: list[list[int]] = []

@@ -36,6 +36,7 @@ def drafting_engine(way: str = "one step at a time", drafter: Any = MODEL_DRAFTE
 
 
 @pytest.mark.parametrize("way", ["overlap", "small memory", "small steps"])
+@pytest.mark.slow("makes several engines or many tokens")
 def test_answers_are_those_without_drafts(way: str, site: Site) -> None:  # noqa: F811
     """Random requests: temperatures, filters, penalties, stop strings, grammars, several samples, preemptions, chunks, prefixes found."""
     drafting.install(site)
@@ -57,6 +58,7 @@ def generate(engine: LLMEngine, prompt: str, **params: Any) -> EngineStats:
     return replace(stats, accepted_drafts=[*stats.accepted_drafts])  # later steps change the list
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_as_many_drafts_are_accepted_after_a_prefix_hit(site: Site) -> None:  # noqa: F811
     drafting.install(site)
     prompt = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak"
@@ -67,6 +69,7 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(site: Site) -> None:  # 
     assert [two - one for one, two in zip(first.accepted_drafts, second.accepted_drafts, strict=True)] == list(first.accepted_drafts)
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_the_model_as_its_own_draft_model_is_always_right(site: Site) -> None:  # noqa: F811
     drafting.install(site)
     with drafting_engine(drafter={"name": "model", "model": "demo"}) as engine:

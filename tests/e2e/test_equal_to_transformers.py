@@ -32,6 +32,7 @@ def random_prompts(lens: list[int], vocab_size: int, seed: int) -> list[list[int
 
 @examples(quick=14, full=400)
 @given(config=configs(), lens=prompt_lens, seed=st.integers(0, 1000))
+@pytest.mark.slow("makes several engines or many tokens")
 def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(config: Any, lens: list[int], seed: int) -> None:
     config.max_position_embeddings = MAX_LEN
     prompts = random_prompts(lens, config.vocab_size, seed)
@@ -47,6 +48,7 @@ def test_ties_are_at_most_one_in_ten_thousand() -> None:
     assert COUNTS.ties <= max(1, COUNTS.tokens // 10_000)
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_the_demo_model_generates_what_transformers_generate_does() -> None:
     from transformers import AutoModelForCausalLM
 

@@ -97,6 +97,7 @@ def pack_experts(directory: Path, model: Any, seed: int) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_greedy_tokens_of_gpt_oss_in_mxfp4_are_those_of_weights_that_transformers_dequantizes() -> None:
     prompts = random_prompts([1, 40, 7], 61, 0)
     with checkpoint(GptOssConfig(**GPT_OSS), 0) as (directory, model):

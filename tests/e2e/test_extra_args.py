@@ -105,6 +105,7 @@ def test_a_value_that_the_samplers_model_refuses_is_refused_at_arrival_by_its_na
 
 @pytest.mark.usefixtures("samplers")
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow("makes several engines or many tokens")
 def test_a_row_that_the_sampler_refuses_ends_its_own_request_alone(ranks: int) -> None:
     with engine("unchecked", ranks) as one:
         alone = generate(one, PROMPTS, giving())
@@ -125,6 +126,7 @@ def test_a_row_that_the_sampler_refuses_ends_its_own_request_alone(ranks: int) -
 
 
 @pytest.mark.usefixtures("samplers")
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_ranks_that_do_not_refuse_a_row_alike_end_the_engine_and_say_so() -> None:
     with engine("unchecked", ranks=2) as one:
         one.add_request("a", [1, 2], giving(elsewhere=os.getpid()))

@@ -21,6 +21,7 @@ def thawed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("freezes", [True, False])
+@pytest.mark.slow("looks through all objects, several times")
 def test_books_and_tokenizer_are_frozen_if_the_executor_freezes_what_stands(freezes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     start = LocalExecutor.start
 
@@ -49,6 +50,7 @@ def test_what_the_process_froze_before_says_nothing_of_an_engine() -> None:
         assert any(thing is engine.core.kv for thing in gc.get_objects())
 
 
+@pytest.mark.slow("looks through all objects, several times")
 def test_whoever_freezes_sees_the_count_grow_though_frozen_things_have_died() -> None:
     things = [[n] for n in range(100_000)]
     gc.freeze()
@@ -66,10 +68,10 @@ def test_whoever_freezes_sees_the_count_grow_though_frozen_things_have_died() ->
     [
         ("delta", None),
         ("cumulative", ["no such word"]),
-        pytest.param("final", ["no such word"], marks=pytest.mark.slow),
-        pytest.param("delta", ["no such word"], marks=pytest.mark.slow),
-        pytest.param("cumulative", None, marks=pytest.mark.slow),
-        pytest.param("final", None, marks=pytest.mark.slow),
+        pytest.param("final", ["no such word"], marks=pytest.mark.full),
+        pytest.param("delta", ["no such word"], marks=pytest.mark.full),
+        pytest.param("cumulative", None, marks=pytest.mark.full),
+        pytest.param("final", None, marks=pytest.mark.full),
     ],
 )
 def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str] | None) -> None:

@@ -28,7 +28,7 @@ def recall(directory: Path, pairs: int, **settings: Any) -> float:
 
 @pytest.mark.parametrize(
     ("pairs", "sharpness"),
-    [(1024, 4.0), pytest.param(32_768, 8.0, marks=pytest.mark.slow), pytest.param(32_768, 10.0, marks=pytest.mark.slow)],
+    [(1024, 4.0), pytest.param(32_768, 8.0, marks=pytest.mark.full), pytest.param(32_768, 10.0, marks=pytest.mark.full)],
 )
 def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(pairs: int, sharpness: float, tmp_path: Path) -> None:
     """Also if the needle hardly exceeds the sum of all others, so that many are missed with any dtype."""
@@ -41,6 +41,7 @@ def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(pairs: int, sharpne
         assert wide > 0.2
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_tokens_are_the_same_however_a_request_is_computed() -> None:
     """In chunks, recomputed after preemption, after a cached prefix, or alone: the stored values of a token are always the same."""
     params = [greedy(12)] * len(PROMPTS)
@@ -54,6 +55,7 @@ def test_tokens_are_the_same_however_a_request_is_computed() -> None:
     assert tokens(**{"executor.num_blocks": 400, "kv_cache.reuse": False}) == expected
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_calibrated_scales_leave_the_rounding_alone_to_err() -> None:
     """Teacher-forced, against float32: about three times bfloat16's own error on this model, whatever the scales; K's rounding makes most of it.
     What shifts all log-probabilities together, as sums that lose bits would, is a fraction of that."""

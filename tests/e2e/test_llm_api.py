@@ -209,6 +209,7 @@ def any_params(draw: st.DrawFn) -> SamplingParams:
 @given(params=any_params())
 @example(params=SamplingParams(seed=1, detokenize=False, prompt_logprobs=1, max_tokens=3))
 @example(params=SamplingParams(seed=1, ignore_eos=True, max_tokens=70))
+@pytest.mark.slow("makes several engines or many tokens")
 def test_deltas_add_up_to_what_is_cumulative_and_final(llm: LLM, params: SamplingParams) -> None:
     streams = {kind: stream(llm.engine, PLAY, dataclasses.replace(params, output_kind=kind)) for kind in OutputKind}
     [final] = streams[OutputKind.FINAL]
@@ -274,6 +275,7 @@ def test_a_seed_decides_all_samples_whatever_else_runs(llm: LLM) -> None:
     assert len({tuple(sample.token_ids) for output in crowd[::2] for sample in output.outputs}) == 8
 
 
+@pytest.mark.slow("makes several engines or many tokens")
 def test_without_a_seed_every_request_is_different_but_every_engine_the_same(llm: LLM) -> None:
     wild = SamplingParams(temperature=1.0, max_tokens=10)
     texts = []
@@ -519,6 +521,7 @@ def test_an_engine_is_closed_by_its_context_and_twice_is_as_good_as_once() -> No
     assert llm.engine.stats().blocks.held == 0
 
 
+@pytest.mark.slow("looks through all objects, several times")
 def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm: LLM, request: pytest.FixtureRequest) -> None:
     def requests_alive() -> int:
         return sum(type(thing) is Request for thing in gc.get_objects())

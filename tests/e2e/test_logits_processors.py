@@ -84,6 +84,7 @@ def values(output: RequestOutput) -> list[float]:
 
 
 @torch.inference_mode()
+@pytest.mark.slow("makes several engines or many tokens")
 def test_tokens_are_those_of_a_plain_twin(site: Site) -> None:
     processing.install(site)
     model: Any = AutoModelForCausalLM.from_pretrained(resolve_model("demo", Registry.discover()), dtype=torch.float32).eval()

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tests.e2e.reference import Comparison, compare_greedy, greedy, run, tokens_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 QWEN3_06B = Qwen3Config(
     vocab_size=151_936,

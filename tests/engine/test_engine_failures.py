@@ -217,6 +217,7 @@ def test_blocks_kept_for_siblings_do_not_stall_the_engine() -> None:
     world.drain(check=True)
 
 
+@pytest.mark.slow("tries large sizes")
 def test_a_storm_of_recomputing_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     def thrash(step: Step) -> None:
         for request in step.running:

@@ -89,12 +89,12 @@ def test_the_random_steps_see_prefix_hits_right_drafts_preemptions_and_reused_sl
     assert min(driver.saw_hits, driver.saw_drafts, driver.saw_preemptions) > 0
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_read_their_shares_of_adapters(size: int, tmp_path: Path) -> None:
     assert_tokens_are_those_of_merged_weights(llama(attention_bias=True), tmp_path, 6, ranks=size)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @examples(quick=1, full=10)
 @given(config=configs(), size=st.sampled_from([2, 4]), seed=st.integers(0, 1 << 30))
 def test_tokens_over_ranks_are_those_of_merged_weights(config: Any, size: int, seed: int, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def what_the_first_start_makes() -> None:
         generate(one, PROMPTS, SamplingParams(max_tokens=2, detokenize=False))
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_a_rank_that_is_killed_amidst_steps_is_named_to_the_requests_that_wait() -> None:
     with nothing_left(), engine(2) as one:
         [pid] = processes_of_ranks()
@@ -72,7 +73,7 @@ def test_a_rank_that_is_killed_amidst_steps_is_named_to_the_requests_that_wait()
             one.core.executor.check()
 
 
-@pytest.mark.slow  # test_served_ranks.py has a server find it
+@pytest.mark.full  # test_served_ranks.py has a server find it
 def test_a_rank_that_dies_while_nothing_is_asked_is_found_by_check() -> None:
     with nothing_left(), engine(2) as one:
         [pid] = processes_of_ranks()
@@ -81,6 +82,7 @@ def test_a_rank_that_dies_while_nothing_is_asked_is_found_by_check() -> None:
         assert not is_alive(pid)
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_a_rank_that_hangs_is_named_once_its_step_is_too_slow() -> None:
     with nothing_left(), engine(2, step_timeout_s=1.0) as one:
         [pid] = processes_of_ranks()
@@ -94,6 +96,7 @@ def test_a_rank_that_hangs_is_named_once_its_step_is_too_slow() -> None:
         )
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_a_rank_that_is_stopped_is_named_long_before_its_step_is_too_slow() -> None:
     with nothing_left(), engine(2) as one:
         [pid] = processes_of_ranks()
@@ -102,7 +105,7 @@ def test_a_rank_that_is_stopped_is_named_long_before_its_step_is_too_slow() -> N
         assert str(one.core.dead) == f"executor tensor: rank 1 (cpu), process {pid}, had been stopped (SIGSTOP) for 5 s"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_of_several_ranks_the_one_is_named_that_died_first() -> None:
     with nothing_left(), engine(4) as one:
         pids = processes_of_ranks()
@@ -124,7 +127,7 @@ def test_a_rank_that_cannot_start_in_time_is_named() -> None:
         engine(2, start_timeout_s=0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_rank_killed_at_any_moment_leaves_nothing(seed: int) -> None:
     """While it starts, loads, connects, computes its first steps, in the midst of work, or while all ends."""
@@ -143,7 +146,7 @@ def _work_until(killed: threading.Event, size: int) -> None:
         raise wait_until(lambda: _error(one.core.executor.check), "the death is noticed")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_no_rank_outlives_its_engines_process(signum: int) -> None:
     with _parent() as parent:
         pids = [int(pid) for pid in _line(parent).split()]
@@ -153,7 +156,7 @@ def test_no_rank_outlives_its_engines_process(signum: int) -> None:
         wait_until(lambda: not any(map(is_alive, pids)), "the rank is gone")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(10))
 def test_a_start_that_is_interrupted_leaves_nothing(seed: int) -> None:
     with _parent() as parent:
@@ -164,7 +167,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(seed: int) -> None:
         wait_until(lambda: not is_alive(pid), "the rank is gone")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_live_on_when_the_thread_that_started_them_ends() -> None:
     started: list[LLMEngine] = []
     thread = threading.Thread(target=lambda: started.append(engine(2)))
@@ -174,7 +177,7 @@ def test_ranks_live_on_when_the_thread_that_started_them_ends() -> None:
         assert len(generate(one, PROMPTS)) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_engine_that_is_never_closed_ends_its_ranks() -> None:
     with _parent(CARELESS) as parent:
         pids = [int(pid) for pid in _line(parent).split()]

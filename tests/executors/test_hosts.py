@@ -84,6 +84,7 @@ def over_hosts(port: int, size: int = 2, **options: Any) -> LLMEngine:
     return engine(size, hosts=(HERE, THERE), port=port, **options)
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_two_hosts_generate_the_tokens_of_one_and_one_that_is_lost_is_named(other: Agent, port: int) -> None:
     expected = alone()
     before = Footprint.now()
@@ -130,7 +131,7 @@ def test_an_address_of_another_machine_is_refused(port: int) -> None:
         engine(2, hosts=("192.0.2.1", THERE), port=port)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("arguments", [("nonsense",), ("10.0.0.1:",), (":29555",)])
 def test_the_command_says_what_it_expects(arguments: tuple[str, ...], tmp_path: Path) -> None:
     with agent(tmp_path, *arguments) as one:
@@ -141,7 +142,7 @@ def test_the_command_says_what_it_expects(arguments: tuple[str, ...], tmp_path: 
 # Failures, each with an engine of its own
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_agent_serves_one_engine_after_another_and_keeps_nothing_of_them(other: Agent, port: int) -> None:
     expected, kept = alone(), set()
     for number in range(3):
@@ -156,7 +157,7 @@ def test_an_agent_serves_one_engine_after_another_and_keeps_nothing_of_them(othe
     assert len(kept) == 1, kept
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_host_that_is_stopped_is_named(other: Agent, port: int) -> None:
     with nothing_left(), over_hosts(port) as one:
         generate(one, PROMPTS, SEEDED)
@@ -170,7 +171,7 @@ def test_a_host_that_is_stopped_is_named(other: Agent, port: int) -> None:
         wait_until(lambda: not other.ranks(), "its ranks are gone")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check(other: Agent, port: int) -> None:
     with nothing_left(), over_hosts(port) as one:
         other.process.send_signal(signal.SIGSTOP)
@@ -186,7 +187,7 @@ def test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check(other: Age
         assert time.monotonic() - stopped < NOTICED_S
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_of_another_host_that_is_killed_is_named_and_the_host_continues(other: Agent, port: int, size: int) -> None:
     with nothing_left(), over_hosts(port, size) as one:
@@ -200,7 +201,7 @@ def test_a_rank_of_another_host_that_is_killed_is_named_and_the_host_continues(o
         assert len(generate(one, PROMPTS, SEEDED)) == len(PROMPTS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_of_the_engines_host_that_is_killed_is_named(other: Agent, port: int) -> None:
     with nothing_left(), over_hosts(port, 4) as one:
         [pid] = processes_of_ranks()
@@ -209,7 +210,7 @@ def test_a_rank_of_the_engines_host_that_is_killed_is_named(other: Agent, port: 
     wait_until(lambda: not other.ranks(), "the other host's ranks are gone")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5, 3.0, 5.0])
 def test_an_engine_that_is_killed_at_any_moment_leaves_nothing_on_the_other_host(other: Agent, port: int, after_s: float) -> None:
     with _engine_process(port, 4) as process:
@@ -223,7 +224,7 @@ def test_an_engine_that_is_killed_at_any_moment_leaves_nothing_on_the_other_host
     assert other.process.poll() is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("after_s", [0.0, 1.0, 3.0])
 def test_a_host_that_is_lost_while_it_starts_is_named(other: Agent, port: int, after_s: float) -> None:
     other.wait_until_told("waiting for an engine")
@@ -237,7 +238,7 @@ def test_a_host_that_is_lost_while_it_starts_is_named(other: Agent, port: int, a
     assert f"host {THERE} was lost: " in told
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_agent_that_is_told_to_end_takes_its_ranks_with_it(other: Agent, port: int, signum: int) -> None:
     with nothing_left(), over_hosts(port, 4) as one:
@@ -248,7 +249,7 @@ def test_an_agent_that_is_told_to_end_takes_its_ranks_with_it(other: Agent, port
         wait_until(lambda: not any(map(is_alive, pids)), "its ranks are gone")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_agent_with_another_token_ends_and_the_engine_logs_it(tmp_path: Path, port: int) -> None:
     with agent(tmp_path, f"{HERE}:{port}", "--address", THERE, token="one that is not the same") as one:
         one.wait_until_told("waiting for an engine")
@@ -258,7 +259,7 @@ def test_an_agent_with_another_token_ends_and_the_engine_logs_it(tmp_path: Path,
         assert "has another DOVETAIL_RANKS_TOKEN" in one.told()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_executor_that_is_never_closed_releases_the_other_hosts(other: Agent, port: int) -> None:
     one: Any = over_hosts(port, 4)
     one.core.executor.stop = lambda: None
@@ -319,7 +320,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     return next(line for line in process.stdout if line.startswith("> "))[2:].rstrip()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("end", [0, 1], ids=["the engine's end", "the other end"])
 def test_a_host_whose_cable_is_pulled_is_named_and_everything_ends(network: tuple[str, str], tmp_path: Path, size: int, end: int) -> None:
@@ -344,7 +345,7 @@ def test_a_host_whose_cable_is_pulled_is_named_and_everything_ends(network: tupl
         assert other.process.poll() is None
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_engine_that_is_killed_leaves_nothing_behind_the_cable(network: tuple[str, str], tmp_path: Path) -> None:
     first, second = [("ip", "netns", "exec", name) for name in network]
     with (

@@ -38,13 +38,13 @@ def assert_tokens_are_those_of_one_rank(config: dict[str, Any], size: int, order
     assert tokens_of(outputs) == [spine.alone()[i] for i in order]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_tokens_over_ranks_are_those_of_one_rank_when_memory_is_scarce(size: int) -> None:
     scarce = {"block_size": 8, "executor": {"num_blocks": 14, "max_in_flight": 2}}  # as `test_scarce_memory_really_preempts` has it
     assert_tokens_are_those_of_one_rank({**scarce, "max_num_batched_tokens": 16, "overlap": True}, size, ORDER)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @examples(quick=2, full=40)
 @given(config=spine.circumstances(), size=st.sampled_from([2, 4]), order=st.permutations(ORDER))
 def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config: dict[str, Any], size: int, order: list[int]) -> None:
@@ -52,6 +52,7 @@ def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_ranks_agree_on_how_many_drafts_are_right_without_being_told(max_in_flight: int) -> None:
     """Other ranks collect a step when the next comes; before and after one with drafts they must know all lengths in time."""
     prompts = [[5, 17, 200, 31, 8], [9, 12], [400, 3, 77]]
@@ -91,7 +92,7 @@ def divisible(config: Any, size: int) -> bool:
     return config.num_attention_heads % size == 0 and config.intermediate_size % size == 0 and (kv % size == 0 if size <= kv else size % kv == 0)
 
 
-@pytest.mark.slow  # the suite of models splits each in one process
+@pytest.mark.full  # the suite of models splits each in one process
 @examples(quick=1, full=40)
 @given(config=configs(), size=st.sampled_from([2, 4]), data=st.data())
 def test_models_of_all_shapes_that_can_be_split_choose_what_transformers_does(config: Any, size: int, data: st.DataObject) -> None:
@@ -105,6 +106,7 @@ def test_models_of_all_shapes_that_can_be_split_choose_what_transformers_does(co
     assert counts.ties <= 1
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_components_of_others_work_in_every_rank_without_being_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = context()
     (model,) = [ref for ref in plain.models if "Qwen3ForCausalLM" in ref.architectures]
@@ -136,7 +138,7 @@ def test_components_of_others_work_in_every_rank_without_being_searched_for(tmp_
     assert all(len(processes) == 2 and f"{kind}-{os.getpid()}" in processes for kind, processes in seen.items()), seen
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_component_that_fails_in_one_rank_alone_is_named_with_what_it_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = context()
     assert plain.sampler is not None

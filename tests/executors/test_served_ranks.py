@@ -20,6 +20,7 @@ def ranks_of(server: Server) -> list[int]:
     return processes_of_ranks(children_of(engine))
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_a_server_that_is_asked_nothing_ends_when_a_rank_dies_and_says_which(start: Callable[..., Server]) -> None:
     server = start(*RANKS)
     assert server.line.startswith("dovetail serves demo on 2 ranks (2 × cpu")
@@ -33,7 +34,7 @@ def test_a_server_that_is_asked_nothing_ends_when_a_rank_dies_and_says_which(sta
     until(lambda: not server.left([*pids, rank]), "nothing is left")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_clients_get_the_name_of_the_dead_rank(start: Callable[..., Server]) -> None:
     server = start(*RANKS)
     streams = begin(server, 4)
@@ -45,7 +46,7 @@ def test_clients_get_the_name_of_the_dead_rank(start: Callable[..., Server]) -> 
     assert server.end() == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_when_the_engines_process_is_killed_no_rank_stays(start: Callable[..., Server]) -> None:
     server = start(*RANKS)
     [rank] = ranks_of(server)

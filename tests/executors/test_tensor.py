@@ -39,6 +39,7 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("params", SAMPLED, ids=["greedy", "seeded", "penalties"])
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_two_ranks_generate_the_tokens_of_one(two: LLMEngine, params: SamplingParams) -> None:
     with LLMEngine.from_config(SETTINGS) as alone:
         expected = generate(alone, PROMPTS, params)
@@ -76,6 +77,7 @@ def other(two: LLMEngine) -> Iterator[LLM]:
     socket.setdefaulttimeout(before)
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_vllms_argument_means_the_same(other: LLM) -> None:
     assert other.engine.capacity.details["ranks"] == "2"
 
@@ -85,6 +87,7 @@ def test_ranks_start_and_compute_where_the_program_gives_all_sockets_a_time_limi
     assert len(generate(other.engine, PROMPTS[:1], SAMPLED[0])[0].outputs[0].token_ids) == SAMPLED[0].max_tokens
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_two_engines_are_in_one_process_at_once_and_one_outlives_the_other(two: LLMEngine, other: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store in which the other's ranks meet outlasts their group: threads of torch's look into it until the group is closed."""
     expected = tokens(generate(two, PROMPTS[:2], SAMPLED[1]))
@@ -113,6 +116,7 @@ def _stores() -> int:
 # What is refused
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_a_model_that_cannot_be_split_is_refused_with_the_numbers() -> None:
     with nothing_left(), pytest.raises(UnsupportedError, match=r"num_attention_heads \(8\) can't be split evenly over 3 ranks"):
         engine(3)

@@ -293,7 +293,7 @@ SLOW_PATTERNS = {f"\\w{{100}}{number}": 4 for number in range(1_000)}
     ("bound", "value", "said"),
     [
         ("MEMORY_BYTES", 1 << 20, "takes more than 1 MiB of memory"),
-        pytest.param("CPU_S", 0.0, "takes more than 0 s", marks=pytest.mark.slow),  # a process has 1 s in any case
+        pytest.param("CPU_S", 0.0, "takes more than 0 s", marks=pytest.mark.slow("a process has 1 s in any case")),
     ],
 )
 def test_reading_an_adapter_is_bounded_and_the_next_is_read(

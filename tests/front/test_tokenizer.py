@@ -81,6 +81,7 @@ def test_a_name_is_never_looked_up_on_the_network() -> None:
         Tokenizer.load("some-org/some-model")
 
 
+@pytest.mark.slow("starts processes that import everything")
 def test_loading_the_demo_does_not_import_torch() -> None:
     code = f"import sys; from dovetail.front.tokenizer import Tokenizer; Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -109,6 +109,7 @@ def test_every_mask_of_an_answer_is_the_library_s_own(name: str, whitespace: str
     assert tabled > 20, "the table was hardly asked"
 
 
+@pytest.mark.slow("tries large sizes")
 def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_library() -> None:
     context = vocabulary("byte-level")
     llguidance = backend("byte-level")

@@ -66,6 +66,7 @@ def test_a_run_ends_before_the_first_that_is_not_found(known: dict[int, int], as
 
 
 @pytest.mark.parametrize("reused", [False, True])
+@pytest.mark.slow("tries large sizes")
 def test_no_block_costs_much_however_many_there_are(reused: bool) -> None:
     """A full cache, then as much again and more: new blocks take the place of old ones, or the same are used again."""
     pool = BlockPool(MANY)

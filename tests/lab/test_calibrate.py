@@ -104,6 +104,7 @@ def test_more_work_never_takes_less(found: Calibration) -> None:
         assert all(later >= earlier for earlier, later in pairwise(seconds))
 
 
+@pytest.mark.slow("simulates many requests")
 def test_a_simulation_with_the_profile_is_like_the_engine_that_was_measured(found: Calibration, tmp_path: Path) -> None:
     found.profile.save(tmp_path / "found.json")
     trace = load_workload("arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)")
@@ -132,7 +133,7 @@ def found_launching() -> Calibration:
     return calibrate(pretended(launch=LAUNCH, after_launch_s=0.0005, results_s=0.0002))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES.keys())
 def test_the_time_of_launching_is_not_taken_for_the_steps_before(found_launching: Calibration, rows: list[tuple[int, int]]) -> None:
     model, launch = found_launching.profile.make(), found_launching.profile.make_launch()
@@ -146,14 +147,14 @@ def test_the_time_of_launching_is_not_taken_for_the_steps_before(found_launching
         assert max(launched, model.seconds(step)) == pytest.approx(max(launched, TRUE.seconds(step)), rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_ends_with_its_launching_is_found_out(found_launching: Calibration) -> None:
     assert found_launching.profile.after_launch_s == pytest.approx(0.0005, rel=0.05)
     assert found_launching.profile.error is not None
     assert found_launching.profile.error < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_simulation_of_a_slow_launcher_is_like_it(found_launching: Calibration, tmp_path: Path) -> None:
     found_launching.profile.save(tmp_path / "found.json")
     trace = load_workload("arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)")
@@ -213,7 +214,7 @@ def gridded(made: Calibration) -> list[Sighting]:
     return [sighting for sighting in made.sightings if not sighting.rehearsed]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine: StepTimeProfile) -> None:
     assert found_machine.recorded_tokens == GRAPHS[-1]
     assert tuple(found_machine.step_time["mixed"]["sizes"]) == GRAPHS
@@ -222,13 +223,13 @@ def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine:
     assert found_machine.error < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("workload", "scheduler"), [(BUSY, "fcfs"), (BURSTS, "sarathi")])
 def test_a_machine_that_replays_small_steps_is_predicted(found_machine: StepTimeProfile, workload: str, scheduler: str) -> None:
     assert differences(found_machine, workload, scheduler) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_taken_for_launched_kernel_by_kernel_small_steps_are_not(found_machine: StepTimeProfile) -> None:
     wrong = found_machine.model_copy(update={"recorded_tokens": 0})
     assert max(map(abs, differences(wrong, SHORT).values())) > 0.05
@@ -249,7 +250,7 @@ def found_stairs() -> StepTimeProfile:
     return calibrated(**STAIRS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_is_found_out_what_decodes_are_padded_to(found_stairs: StepTimeProfile) -> None:
     assert tuple(found_stairs.step_time["decode"]["sizes"]) == ROW_GRAPHS
     model = found_stairs.make()
@@ -259,32 +260,32 @@ def test_it_is_found_out_what_decodes_are_padded_to(found_stairs: StepTimeProfil
         assert model.seconds(shape(*decodes(rows, 600))) == pytest.approx(seconds, rel=0.01), rows
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_decodes_that_no_size_is_padded_to_are_not_taken_for_padded(found_machine: StepTimeProfile) -> None:
     assert found_machine.step_time["decode"]["sizes"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(found_stairs: StepTimeProfile, found_machine: StepTimeProfile) -> None:
     assert found_stairs.copying_share == pytest.approx(STAIRS["copying"], abs=0.03)
     assert found_machine.copying_share == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("workload", [SHORT, STEADY])
 def test_a_machine_with_stairs_is_predicted(found_stairs: StepTimeProfile, workload: str) -> None:
     smooth = found_stairs.model_copy(update={"launch_spread": None})
     assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_taken_for_a_slope_stairs_are_not_predicted(found_stairs: StepTimeProfile) -> None:
     decode = found_stairs.step_time["decode"] | {"sizes": ()}
     wrong = found_stairs.model_copy(update={"launch_spread": None, "step_time": found_stairs.step_time | {"decode": decode}})
     assert differences(wrong, STEADY, **{**STAIRS, "jitter": Jitter()})["tpot p99"] < -0.03
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_few_queries_after_many_tokens_take_as_long_as_their_row_is() -> None:
     profile = calibrated(length_s=3e-7)
     model = profile.make()
@@ -294,7 +295,7 @@ def test_few_queries_after_many_tokens_take_as_long_as_their_row_is() -> None:
     assert differences(profile, BURSTS, "sarathi", length_s=3e-7) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_is_found_out_what_a_request_that_begins_adds_to_launching() -> None:
     profile = calibrated(joining_s=4e-4)
     assert profile.joining_s == pytest.approx(4e-4, rel=0.02)
@@ -305,14 +306,14 @@ def test_it_is_found_out_what_a_request_that_begins_adds_to_launching() -> None:
     assert differences(profile, BURSTS, "sarathi", joining_s=4e-4) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_machine_that_replays_only_decodes_is_predicted() -> None:
     profile = calibrated(graphs=())
     assert profile.recorded_tokens == 0
     assert differences(profile, BUSY, graphs=()) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_tails_need_the_spread_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail_lab.calibrate.REHEARSAL_S", 24.0)  # so many launches know their mean well: what is wrong then isn't chance
     jitter = Jitter(shares=(0.85, 0.15), times=(1.0, 5.0))
@@ -334,7 +335,7 @@ def found_busy() -> Calibration:
         return calibrate(MACHINE, time_limit_s=600)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_the_host_takes_is_what_it_takes_while_requests_come_and_go(found_busy: Calibration) -> None:
     grid, found = profile_of(gridded(found_busy), True, name="grid"), found_busy.profile
     launch, grids = found.make_launch(), grid.make_launch()
@@ -350,7 +351,7 @@ def test_what_the_host_takes_is_what_it_takes_while_requests_come_and_go(found_b
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_of_launching_neither_the_level_nor_the_spread_counts_twice(found_busy: Calibration) -> None:
     profile = found_busy.profile
     launch, drawn = profile.make_launch(), profile.launch_spread
@@ -363,7 +364,7 @@ def test_of_launching_neither_the_level_nor_the_spread_counts_twice(found_busy: 
         assert mean * launch.seconds(shape(*rows)) == pytest.approx(true, rel=0.04), regime
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(found_busy: Calibration) -> None:
     grid = profile_of(gridded(found_busy), True, name="grid")
     with_it, without = (differences(profile, SHORT, seeds=2, **BUSY_HOST) for profile in (found_busy.profile, grid))
@@ -371,7 +372,7 @@ def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(found_busy
     assert all(without[f"{metric} p50"] < -0.05 for metric in ("ttft", "tpot", "e2e"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(measured_machine: Calibration) -> None:
     rehearsed = [sighting for sighting in measured_machine.sightings if sighting.rehearsed]
     assert 4 < rehearsed[-1].ended - rehearsed[0].planned < 6
@@ -386,7 +387,7 @@ def test_an_engine_too_slow_for_a_rehearsal_has_the_grids_times() -> None:
     assert made.profile.results_s == pytest.approx(0.25, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail_lab.calibrate.ROUNDS", 1)  # the second is for what time is left
     step_time = {"kind": "linear", "base_s": 0.0042, "per_token_s": 2.2e-5, "per_context_s": 3.7e-8, "per_pair_s": 3e-10}
@@ -396,7 +397,7 @@ def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(monkeypatch: pytest.
     assert max(sighting.ended for sighting in gridded(made)) < 40  # of 54: the rest is for what the engine does besides
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Calibration, found_machine: StepTimeProfile) -> None:
     sightings = gridded(measured_machine)
     partial = profile_of(sightings[: len(sightings) // 6], True, name="partial")
@@ -405,11 +406,11 @@ def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Ca
         assert partial.make().seconds(shape(*rows)) == pytest.approx(found_machine.make().seconds(shape(*rows)), rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(8, id="noted before `added`", marks=pytest.mark.slow),
+        pytest.param(8, id="noted before `added`", marks=pytest.mark.full),
         pytest.param(10, id="noted before there was a rehearsal"),
         pytest.param(11, id="noted now"),
     ],
@@ -467,6 +468,7 @@ def test_too_little_time_is_an_error() -> None:
         calibrate(pretended(), time_limit_s=0)
 
 
+@pytest.mark.slow("simulates many requests")
 def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the demo model computes with torch")
     (tmp_path / "engine.yaml").write_text(

@@ -66,6 +66,7 @@ def test_a_senseless_search_is_refused(tolerance: float, start: float) -> None:
 WORKLOAD = "requests=40 arrivals=poisson(2) prompt=fixed(100) output=fixed(20)"
 
 
+@pytest.mark.slow("simulates many requests")
 def test_the_command_prints_the_rate_and_every_trial(tmp_path: Path) -> None:
     engine = write_engine(tmp_path / "fcfs.yaml")
     said = lab("capacity", engine, "--trace", WORKLOAD, "--slo", "ttft_p99<1", "--tolerance", "0.1", "--out", tmp_path / "out")

@@ -71,6 +71,7 @@ def test_a_request_is_rejected_if_max_waiting_are_unfinished_when_it_arrives(eve
     assert (len(taken) == 60) == (every_s == 0.5)
 
 
+@pytest.mark.slow("simulates many requests")
 def test_a_run_keeps_no_request_that_has_ended() -> None:
     alive = []
 

@@ -41,6 +41,7 @@ def test_a_piecewise_model_fits_an_a10g_to_a_few_percent() -> None:
     assert np.abs(relative_errors(shipped, timings)).mean() < 0.04
 
 
+@pytest.mark.slow("simulates many requests")
 def test_the_hosts_own_times_follow_from_answers_of_a_server_that_was_full_and_idle() -> None:
     """A server of known times is simulated, its clients' times are all that the fit sees, and the fit finds the host's times."""
     device = StepTimeProfile.load("a10g-llama-2-7b").step_time

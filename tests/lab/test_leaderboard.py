@@ -87,6 +87,7 @@ def test_schedulers_are_tied_with_the_best_of_their_group_unless_measurably_wors
     assert found == {"best": 1, "tied": 1, "worse": 2, "as bad": 2, "last": 3}
 
 
+@pytest.mark.slow("simulates many requests")
 def test_a_run_gives_its_figures_and_one_that_fails_its_reason() -> None:
     made = BoardRun("fcfs", "overload", 0).run()
     assert isinstance(made, Figures)

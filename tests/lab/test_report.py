@@ -91,6 +91,7 @@ def assert_complete(page: str) -> None:
     assert len(tags.ids) == len(set(tags.ids))
 
 
+@pytest.mark.slow("simulates many requests")
 def test_the_page_needs_nothing_else(written: Path) -> None:
     assert_complete((written / "report.html").read_text())
 
@@ -191,6 +192,7 @@ def test_tables_hold_every_request_and_change(written: Path) -> None:
     assert (written / "timeline.csv").stat().st_size
 
 
+@pytest.mark.slow("simulates many requests")
 def test_the_same_runs_give_the_same_bytes(written: Path, tmp_path: Path) -> None:
     for path in write_report(two_policies(), tmp_path):
         assert path.read_bytes() == (written / path.name).read_bytes(), path.name
@@ -206,6 +208,7 @@ def test_the_same_runs_give_the_same_bytes(written: Path, tmp_path: Path) -> Non
     ],
     ids=["no request", "none completed", "one request", "one token"],
 )
+@pytest.mark.slow("simulates many requests")
 def test_a_run_in_which_little_happened_has_a_report_too(made: RunResult, says: str, tmp_path: Path) -> None:
     write_report(Report("little", "", {"A": [made]}), tmp_path)
     page = (tmp_path / "report.html").read_text()
@@ -243,6 +246,7 @@ WORKLOAD = "requests=30 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed
 
 
 @pytest.mark.usefixtures("no_figures")
+@pytest.mark.slow("simulates many requests")
 def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "vtc")]
     first, again = tmp_path / "first", tmp_path / "again"

@@ -58,6 +58,7 @@ def test_a_file_that_knows_no_replicas_is_of_one(tmp_path: Path) -> None:
     assert [one.replica for one in RunResult.load(path)] == [0]
 
 
+@pytest.mark.slow("simulates many requests")
 def test_each_engine_of_a_comparison_has_its_router(config: str, tmp_path: Path) -> None:
     names = ("e (1)", "e (2)")
     routed = [word for name, router in zip(names, ("round_robin", f"{__name__}:Last"), strict=True) for word in ("--router", f"{name}:{router}")]
@@ -68,6 +69,7 @@ def test_each_engine_of_a_comparison_has_its_router(config: str, tmp_path: Path)
     assert [{one.replica for one in runs[name]} for name in names] == [{0, 1}, {1}]
 
 
+@pytest.mark.slow("simulates many requests")
 def test_sweep_and_capacity_take_replicas(config: str) -> None:
     assert "ttft_mean" in lab("sweep", config, "--trace", WORKLOAD, "--replicas", "2", "--rates", "1,2", "--jobs", "1")
     assert "requests/s" in lab("capacity", config, "--trace", WORKLOAD, "--replicas", "2", "--slo", "ttft_p99<100", "--tolerance", "1", "--jobs", "1")

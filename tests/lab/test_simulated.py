@@ -369,6 +369,7 @@ def busy() -> tuple[dict[str, object], object]:
     return config, trace(*requests)
 
 
+@pytest.mark.slow("simulates many requests")
 def test_same_inputs_give_the_same_bytes_whatever_the_process(tmp_path: Path) -> None:
     config, requests = busy()
     replay(config, requests, seed=5).save(tmp_path / "here.json")  # type: ignore[arg-type]

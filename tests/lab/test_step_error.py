@@ -55,6 +55,7 @@ def test_the_factor_multiplies_the_time_of_every_step() -> None:
     assert np.allclose(slow, 1.5 * plain)
 
 
+@pytest.mark.slow("simulates many requests")
 def test_compare_repeats_at_the_error_of_the_step_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)  # figures take most of the time
     monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")

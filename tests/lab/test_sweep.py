@@ -72,6 +72,7 @@ def test_averages_are_over_seeds_only() -> None:
     assert [row.figures["ttft_mean"] for row in averaged(rows)] == pytest.approx([2.0, 5.0])
 
 
+@pytest.mark.slow("simulates many requests")
 def test_processes_change_no_byte_of_the_table_or_the_page(engine: Path, tmp_path: Path) -> None:
     grid_of = ["--set", "scheduler.aging_s=1,5", "--rates", "1,4", "--slo", "ttft_p99<0.1"]
     written = []

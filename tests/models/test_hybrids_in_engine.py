@@ -26,6 +26,7 @@ def assert_greedy(model: Any, prompt: list[int], tokens: list[int], what: str = 
 
 
 @pytest.mark.parametrize("name", TRIED)
+@pytest.mark.slow("makes several engines or many tokens")
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     long, middle, short = random_prompts([130, 75, 1], SHAPE["vocab_size"], seed=1)
     sharing = [*long[:101], 3, 4]
@@ -76,6 +77,7 @@ def scarce(directory: Any, requests: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"] if FULL else ["nemotron_h"])
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_two_ranks_write_the_same_tokens(name: str) -> None:
     prompts = random_prompts([70, 33, 1], SHAPE["vocab_size"], seed=1)
     ranks = {"name": "tensor", "size": 2, "device": "cpu"}

@@ -83,6 +83,7 @@ MODES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow("makes several engines or many tokens")
 def test_a_sentence_transformer_pools_as_its_files_say(method: str, tmp_path: Path) -> None:
     """By each method, with two layers behind, without normalization; and chunks change nothing."""
     model = save(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
@@ -167,6 +168,7 @@ def test_a_generator_scores_by_two_tokens(by: str, tied: bool, tmp_path: Path) -
         assert len(bench.alone("a", PROMPTS[0], 2)) == 2
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_ranks_pool_together(tmp_path: Path) -> None:
     model = save(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
     with started(tmp_path, ranks=2, pooling={"method": "mean", "score_tokens": (11, 5)}) as bench:

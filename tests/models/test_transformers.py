@@ -40,7 +40,7 @@ def test_the_table_of_types_is_true(model_type: str) -> None:
     assert shown(model_type) == ROWS[model_type]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", sorted(set(ROWS) - set(SOME)))
 def test_the_whole_table_of_types_is_true(model_type: str) -> None:
     assert shown(model_type) == ROWS[model_type]

@@ -25,19 +25,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen2_moe"])
+@pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.full), "qwen2_moe"])
 def test_two_ranks_write_the_tokens_of_one(tmp_path: Path, model_type: str) -> None:
     random_model(tiny(model_type)).save_pretrained(tmp_path)
     alone = tokens_of(tmp_path, "transformers")
     assert tokens_of(tmp_path, "transformers", executor=TWO) == alone
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_a_split_that_computes_something_else_on_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     monkeypatch.setattr(served, "check", lambda *args: transformers_check.check(*args) or "rank 0 says no")  # the other rank is a process of its own
     with pytest.raises(UnsupportedError, match="rank 0 says no"):
         tokens_of(checkpoint, "transformers", executor=TWO)
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_quantized_weights_are_refused_on_several_ranks(checkpoint: Path) -> None:
     with pytest.raises(UnsupportedError, match="quantized model through transformers runs on one GPU"):
         tokens_of(checkpoint, "transformers", executor=TWO, quantization="fp8")

@@ -62,6 +62,7 @@ def too_little_memory(config: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow("makes several engines or many tokens")
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     long, middle, short = random_prompts([6 * WINDOW, 5 * WINDOW + 3, 1], SHAPE["vocab_size"], seed=1)
     sharing = [*long[: 5 * WINDOW], 3, 4]
@@ -82,6 +83,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.slow("makes several engines or many tokens")
 def test_preempted_requests_write_the_same_tokens(name: str) -> None:
     prompts = random_prompts([3, 9, 1, 5, 12, 2], SHAPE["vocab_size"], seed=2)
     settings = {"block_size": 8, "max_num_batched_tokens": 16, "kv_cache_memory": too_little_memory(CONFIGS[name])}

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(
 AROUND = {"normed": False, "gated": False, "adds": True}
 
 
+@pytest.mark.slow("compiles kernels")
 def test_one_row_of_float8_is_multiplied_by_matrix_units_as_it_lies_in_registers() -> None:
     kernel, programs = compiled(90, "fp8", 4096, 4096, AROUND, None)
     cells, issued = told(kernel, programs, 4096 * 4096)
@@ -28,6 +29,7 @@ def test_one_row_of_float8_is_multiplied_by_matrix_units_as_it_lies_in_registers
 
 
 @pytest.mark.parametrize("form", ["int4 g128", "int4 g128 z"])
+@pytest.mark.slow("compiles kernels")
 def test_one_row_of_4_bits_issues_less_than_three_instructions_a_weight(form: str) -> None:
     kernel, programs = compiled(90, form, 4096, 4096, AROUND, None)
     cells, issued = told(kernel, programs, 4096 * 4096)

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     [(DeltaShape(2, 4, 128, 128, 4), {"_prepare", "_carry"}), (Mamba2Shape(4, 64, 128, 1, 4), {"_carry"})],
     ids=["delta", "mamba2"],
 )
+@pytest.mark.slow("compiles kernels")
 def test_a_layer_compiles_for_matrix_units(shape: DeltaShape | Mamba2Shape, chunks: set[str]) -> None:
     from tests.attention.hopper import compiling_for_hopper
 

@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(copy_tracked(folder / "source"), folder / "wheels")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_new_packages_install_in_a_clean_venv_from_an_index_that_holds_the_wheel(wheel: Path, tmp_path: Path) -> None:
     """The index has only Dovetail, and the venv has Dovetail's dependencies. One package needs the extra `torch`."""
     projects = [write_package("observer", "mine", tmp_path), write_package("sampler", "other", tmp_path)]
@@ -81,7 +81,7 @@ def test_new_packages_install_in_a_clean_venv_from_an_index_that_holds_the_wheel
     assert run(command, "generate", projects[0] / "engine.yaml", "ROMEO:", "--max-tokens", "3", cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_sdist_holds_docs_examples_and_tests_and_dovetail_installs_from_it(wheel: Path, tmp_path: Path) -> None:
     source = copy_tracked(tmp_path / "source")
     (source / "docs/__pycache__").mkdir()

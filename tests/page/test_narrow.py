@@ -18,7 +18,7 @@ from tests.lab.commands import lab, write_engine
 from tests.page.browser import Browser
 from tests.page.conftest import CUT_OFF, needs_chromium
 
-pytestmark = [pytest.mark.slow, needs_chromium]
+pytestmark = [pytest.mark.full, needs_chromium]
 
 WIDTHS = (360, 390)
 WORKLOAD = "requests=12 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed(10)"

@@ -16,7 +16,7 @@ from tests.page.browser import Browser
 from tests.page.conftest import CUT_OFF, needs_chromium
 from tests.page.toy import ToyServer, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CHART = "document.querySelectorAll('#charts path')[{}].getAttribute('d').length"
 LABELLED = """[...document.querySelectorAll('input, textarea')].every((field) => field.labels.length === 1)

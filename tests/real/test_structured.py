@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from dovetail import LLM, SamplingParams, Structured
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 PROMPTS = 100
 CITY = {

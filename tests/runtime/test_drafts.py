@@ -70,6 +70,7 @@ rights = st.lists(st.integers(0, 3).map(bool), max_size=2)  # of a row: 4 rows h
 @pytest.mark.parametrize("graphs", [False, True])
 @examples(quick=10, full=200)
 @given(steps=st.lists(st.dictionaries(st.integers(0, 3), rights, min_size=1), min_size=1, max_size=6), window=st.sampled_from([None, 3]))
+@pytest.mark.slow("takes more than the budget")
 def test_rows_get_the_tokens_that_they_would_one_by_one(graphs: bool, steps: list[dict[int, list[bool]]], window: int | None) -> None:
     rows = Rows(windows=(window, None))
     if graphs:

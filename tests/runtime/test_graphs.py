@@ -107,7 +107,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
 
 
 @noted
-@pytest.mark.parametrize("graphs", ["qwen3-0.6b", pytest.param("llama-3.2-1b", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("graphs", ["qwen3-0.6b", pytest.param("llama-3.2-1b", marks=pytest.mark.full)], indirect=True)
 def test_what_recording_launches_was_compiled_before(graphs: Graphs) -> None:
     ahead, recording = Noting(), Noting()
     with ahead.instead():

@@ -167,6 +167,7 @@ def printed(request: pytest.FixtureRequest) -> Iterator[list[list[str]]]:
                 rank.communicate()
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 def test_every_sum_is_that_of_all_ranks_one_by_one_and_in_a_graph(printed: list[list[str]]) -> None:
     assert all("sums" in names for names in printed)
 

@@ -287,6 +287,7 @@ BOUNDED: dict[str, tuple[type[Scheduler], BaseModel, int]] = {  # and how many e
 
 
 @pytest.mark.parametrize(("policy", "options", "most"), BOUNDED.values(), ids=BOUNDED)
+@pytest.mark.slow("tries large sizes")
 def test_clients_that_never_come_again_take_no_memory(policy: type[Scheduler], options: BaseModel, most: int) -> None:
     soaked = soak(policy, options)
     assert soaked.most_entries <= most

@@ -83,6 +83,7 @@ def test_while_the_estimate_is_unsure_steps_beside_answers_are_short() -> None:
     assert done.granted == {"stream": 1, "long": LEAST}
 
 
+@pytest.mark.slow("tries large sizes")
 def test_under_overload_most_meet_their_objective_where_in_order_of_arrival_hardly_any_do() -> None:
     def in_time(ttft_s: float | None) -> int:
         engine = world(SLOOptions(ttft_s=ttft_s, tbt_s=None))

@@ -68,6 +68,7 @@ def names(api: openai.OpenAI) -> list[str]:
     return [model.id for model in api.models.list()]
 
 
+@pytest.mark.slow("answers many requests")
 def test_adapters_are_loaded_used_and_unloaded(api: openai.OpenAI, folder: Path, expected: dict[str, str]) -> None:
     for name in ("one", "two"):
         assert post(api, "load_lora_adapter", lora_name=name, lora_path=name).status_code == 200

@@ -183,6 +183,7 @@ async def test_without_a_folder_there_are_no_batches(fake: Callable[..., FakeEng
             await client.files.create(file=("x", b"x"), purpose="batch")
 
 
+@pytest.mark.slow("answers many requests")
 async def test_a_server_that_starts_again_continues_with_what_is_left(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
     names = [f"q{at}" for at in range(12)]
     first = fake(paced=True)

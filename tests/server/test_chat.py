@@ -80,6 +80,7 @@ def test_a_stream_adds_up_to_the_whole_answer(openai_client: openai.OpenAI, opti
     assert len(whole.choices) == options.get("n", 1)
 
 
+@pytest.mark.slow("answers many requests")
 def test_an_answer_without_max_tokens_has_all_the_room(openai_client: openai.OpenAI) -> None:
     long = [{"role": "user", "content": "Who are you? " * 180}]
     answer = ask(openai_client, messages=long, max_completion_tokens=None, ignore_eos=True)
@@ -93,6 +94,7 @@ def test_the_first_chunk_says_who_speaks_and_the_last_why_it_ended(openai_client
     assert [choice.finish_reason for choice in chunks] == [None] * (len(chunks) - 1) + ["length"]
 
 
+@pytest.mark.slow("answers many requests")
 def test_logprobs_of_parts_of_a_character_have_the_bytes_that_make_it_up(openai_client: openai.OpenAI) -> None:
     tokenizer = demo_tokenizer()
     parts = [token for token in range(1024) if "\ufffd" in tokenizer.decode([token])]

@@ -150,6 +150,7 @@ def test_what_cannot_be_is_said_in_a_sentence(arguments: list[str], told: str) -
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_a_model_here_answers(tmp_path: Path) -> None:
     result = chat("demo", "--max-tokens", "5", "--temperature", "0", "--set", "max_model_len=128", said="Where art thou?\nSay more.\n")
     assert result.exit_code == 0, result.output

@@ -97,6 +97,7 @@ async def test_blank_lines_without_end_are_cut(fake: Callable[..., FakeEngine]) 
         assert await is_cut(url, ASK, b"\r\n" * 32768)
 
 
+@pytest.mark.slow("answers many requests")
 async def test_a_body_of_many_small_chunks_is_taken(fake: Callable[..., FakeEngine]) -> None:
     async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
 

@@ -55,6 +55,7 @@ def words(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
+@pytest.mark.slow("answers many requests")
 async def test_a_question_has_a_few_steps_noted_and_no_more(tmp_path: Path) -> None:
     async with served("thread", tmp_path) as engine:
         await run(engine, "one")

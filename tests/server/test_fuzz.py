@@ -88,6 +88,7 @@ def lines(url: str) -> Iterator[Lines]:
 
 @given(data=st.data())
 @examples(quick=40, full=5_000)
+@pytest.mark.slow("answers many requests")
 def test_no_request_makes_the_server_fail(url: str, session: requests.Session, lines: Lines, data: st.DataObject) -> None:
     case = data.draw(data.draw(OPERATIONS).as_strategy(data.draw(st.sampled_from(GenerationMode))))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)

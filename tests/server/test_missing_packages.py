@@ -49,6 +49,7 @@ def test_a_package_that_is_missing_is_named_with_its_remedy_before_anything_star
     assert done.stderr == f'error: dovetail serve needs {MODULES[module]}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_without_the_extra_the_server_fails_with_one_sentence() -> None:
     done = run(list(MODULES), "serve", "demo", "--port", "0")
     assert done.returncode == 2

@@ -34,6 +34,7 @@ def document(engine: FakeEngine, **settings: Any) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow("answers many requests")
 def test_the_document_is_valid(engine: FakeEngine) -> None:
     for made in (document(engine), document(engine, api_keys=("secret",))):
         schemathesis.openapi.from_dict(made).validate()

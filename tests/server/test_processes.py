@@ -201,6 +201,7 @@ def begin(server: Server, count: int, **fields: Any) -> list[Stream]:
 
 
 @pytest.mark.parametrize("once_more", range(20 if FULL else 1))
+@pytest.mark.slow("starts a server's processes")
 def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(start: Callable[..., Server], once_more: int) -> None:
     server = start("--front-ends", "2")
     pids = server.children()
@@ -219,6 +220,7 @@ def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(
     socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(start: Callable[..., Server]) -> None:
     server = start("--step-timeout", "1", toy={"step_s": 0.05, "hangs_at_step": 12})
     pids = server.children()
@@ -238,6 +240,7 @@ def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(start: C
         ((), "it had been stopped (SIGSTOP) for 5 s"),
     ],
 )
+@pytest.mark.slow("starts a server's processes")
 def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..., Server], options: tuple[str, ...], said: str) -> None:
     server = start(*options, toy=TOY)
     pids = server.children()
@@ -250,6 +253,7 @@ def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..
     until(lambda: not server.left(pids), "nothing is left")
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_with_it(server: Server) -> None:
     stopped = server.children("front_end")[0]
     os.kill(stopped, signal.SIGSTOP)
@@ -268,7 +272,7 @@ if any("front_end" in word for word in sys.orig_argv):
 """
 
 
-@pytest.mark.slow  # it hangs for 30 s
+@pytest.mark.slow("hangs for 30 s")
 def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Server], directory: Path) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
@@ -281,7 +285,7 @@ def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Ser
     assert until(lambda: _status(server), "it serves") == 200
 
 
-@pytest.mark.slow  # it is busy for 12 s
+@pytest.mark.slow("is busy for 12 s")
 def test_a_front_end_that_is_busy_is_not_replaced(start: Callable[..., Server], directory: Path) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
@@ -293,7 +297,7 @@ def test_a_front_end_that_is_busy_is_not_replaced(start: Callable[..., Server], 
     assert server.children("front_end") == [busy]
 
 
-@pytest.mark.slow  # pauses between restarts
+@pytest.mark.slow("pauses between restarts")
 def test_front_ends_that_die_again_and_again_do_not_end_the_server(start: Callable[..., Server]) -> None:
     server = start(toy={"step_s": 0.01})
     for _ in range(5):
@@ -315,7 +319,7 @@ if any("front_end" in word for word in sys.orig_argv):
 """
 
 
-@pytest.mark.slow  # pauses between restarts
+@pytest.mark.slow("pauses between restarts")
 def test_front_ends_that_cannot_start_again_end_the_server(start: Callable[..., Server], directory: Path) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
@@ -335,7 +339,7 @@ def test_while_the_supervisor_hangs_the_server_is_not_healthy(server: Server) ->
     until(lambda: server.get("/health")[0] == 200, "it is healthy again")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_is_suspended_as_a_whole_resumes(start: Callable[..., Server]) -> None:
     server = start("--front-ends", "2", "--step-timeout", "2", toy={"step_s": 0.05})
     pids = server.children()
@@ -393,6 +397,7 @@ def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(server:
     until(lambda: len(server.children("front_end")) == 2, "there is another")
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_a_signal_while_it_starts_ends_it(start: Callable[..., Server]) -> None:
     server = start(listens=False)  # it imports torch for seconds
     pids = until(lambda: server.children("engine_process"), "the engine's process has started")
@@ -401,6 +406,7 @@ def test_a_signal_while_it_starts_ends_it(start: Callable[..., Server]) -> None:
     until(lambda: not server.left([*pids, *server.children()]), "nothing is left")
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(start: Callable[..., Server]) -> None:
     server = start(toy=TOY)
     [front_end] = server.children("front_end")
@@ -413,7 +419,7 @@ def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second
     assert server.get("/health")[0] == 200
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_servers_that_start_at_the_same_port_at_once_do_not_share_it(start: Callable[..., Server]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -445,6 +451,7 @@ def test_when_the_supervisor_is_killed_all_end(start: Callable[..., Server]) -> 
     until(lambda: not server.left(pids), "nothing is left")
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]) -> None:
     server = start(toy=TOY)
     begin(server, 2, max_tokens=8000)
@@ -460,7 +467,7 @@ def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]
     ("options", "said"),
     [
         (["--set", "max_num_seqs=none"], "max_num_seqs"),  # by the supervisor
-        pytest.param(["--set", "kv_cache_memory=1"], "kv_cache_memory", marks=pytest.mark.slow),  # by the engine's process
+        pytest.param(["--set", "kv_cache_memory=1"], "kv_cache_memory", marks=pytest.mark.full),  # by the engine's process
         (["--port", "70000"], "--port"),
         (["--host", "256.256.256.256"], "--host"),
     ],
@@ -474,6 +481,7 @@ def test_what_keeps_it_from_starting_is_reported_in_a_sentence(start: Callable[.
 
 
 @pytest.mark.parametrize("is_in_process", [False, True])
+@pytest.mark.slow("starts a server's processes")
 def test_each_request_is_a_line_of_json_on_stderr(server: Server, start: Callable[..., Server], is_in_process: bool) -> None:
     server = start("--in-process", toy=TOY) if is_in_process else server
     server.get("/v1/models")
@@ -482,6 +490,7 @@ def test_each_request_is_a_line_of_json_on_stderr(server: Server, start: Callabl
     assert [line["status"] for line in lines if line["path"] == "/v1/models"] == [200]
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_when_the_only_front_end_is_killed_another_serves_and_a_drain_lets_requests_end(start: Callable[..., Server]) -> None:
     server = start(toy=TOY)
     streams = begin(server, 4, max_tokens=8000)

@@ -78,6 +78,7 @@ def offline() -> list[RequestOutput]:
 
 
 @both
+@pytest.mark.slow("answers many requests")
 def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
@@ -98,6 +99,7 @@ def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: P
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.slow("answers many requests")
 def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
     is_plain: bool,
     tmp_path: Path,
@@ -129,7 +131,7 @@ def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
     run(main())
 
 
-@pytest.mark.parametrize("link", [pytest.param("thread", marks=pytest.mark.slow), "zmq"])  # what such a listener hears, both make in one place
+@pytest.mark.parametrize("link", [pytest.param("thread", marks=pytest.mark.full), "zmq"])  # what such a listener hears, both make in one place
 def test_a_listener_that_wants_only_text_gets_the_same_text(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
@@ -373,6 +375,7 @@ def test_a_host_that_hangs_between_steps_is_seen(tmp_path: Path) -> None:
     post.close()
 
 
+@pytest.mark.slow("answers many requests")
 def test_the_times_of_preemptions_arrive_with_the_end(tmp_path: Path) -> None:
     """Two requests that the cache can't hold together: the younger one is preempted, and goes on when the first has ended."""
 

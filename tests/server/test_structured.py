@@ -98,6 +98,7 @@ def test_a_stream_has_the_same_json_as_the_whole_answer(api: openai.OpenAI) -> N
     assert all(Person.model_validate_json(text) for text in streamed.values())
 
 
+@pytest.mark.slow("answers many requests")
 def test_a_json_object_is_one(api: openai.OpenAI) -> None:
     choices = ask(api, response_format={"type": "json_object"}, n=8, max_completion_tokens=200).choices
     ended = [json.loads(choice.message.content) for choice in choices if choice.finish_reason == "stop"]
@@ -150,6 +151,7 @@ def test_every_rule_in_others_words_is_followed_by_chat_and_completions(api: ope
 
 
 @pytest.mark.parametrize("parser", TEMPLATES)
+@pytest.mark.slow("answers many requests")
 def test_a_call_that_is_required_comes_with_arguments_that_follow_its_schema(api: openai.OpenAI, parser: str) -> None:
     answer = ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=6, parallel_tool_calls=False)
     for choice in answer.choices:
@@ -160,6 +162,7 @@ def test_a_call_that_is_required_comes_with_arguments_that_follow_its_schema(api
 
 
 @pytest.mark.parametrize("parser", BOTH_WAYS)
+@pytest.mark.slow("answers many requests")
 def test_a_named_function_is_called_whole_and_streamed(api: openai.OpenAI, parser: str) -> None:
     options = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "calendar"}}, "parallel_tool_calls": False}
     [call] = ask(api, TEMPLATES[parser], **options).choices[0].message.tool_calls
@@ -174,6 +177,7 @@ def test_a_named_function_is_called_whole_and_streamed(api: openai.OpenAI, parse
 
 
 @pytest.mark.parametrize("parser", BOTH_WAYS)
+@pytest.mark.slow("answers many requests")
 def test_a_required_answer_is_calls_and_nothing_else(api: openai.OpenAI, parser: str) -> None:
     options = {"tools": TOOLS, "tool_choice": "required", "n": 8, "max_completion_tokens": 150}
     for choice in ask(api, TEMPLATES[parser], **options, parallel_tool_calls=True).choices:
@@ -207,6 +211,7 @@ def test_a_required_call_that_is_cut_off_before_its_name_shows_nothing_of_it(api
 
 
 @pytest.mark.parametrize("parser", BOTH_WAYS)
+@pytest.mark.slow("answers many requests")
 def test_a_named_function_is_called_once(api: openai.OpenAI, parser: str) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice=named, n=8).choices:
@@ -217,6 +222,7 @@ CUT = ["om", "ron"]  # amidst Rome and Verona
 
 
 @pytest.mark.parametrize("parser", BOTH_WAYS)
+@pytest.mark.slow("answers many requests")
 def test_a_call_that_a_stop_string_cuts_off_is_no_finished_call(api: openai.OpenAI, parser: str) -> None:
     options = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "stop": CUT}
     whole = ask(api, TEMPLATES[parser], **options).choices[0]
@@ -233,6 +239,7 @@ def test_a_stop_string_behind_a_call_leaves_it_a_call(api: openai.OpenAI) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.slow("answers many requests")
 def test_responses_and_messages_say_that_a_call_was_cut_off(url: str, api: openai.OpenAI, stream: bool) -> None:
     template = {"chat_template": TEMPLATES["hermes"]}
     tool: Any = {"type": "function", "name": "weather", "parameters": CITY}
@@ -260,6 +267,7 @@ def test_an_answer_is_free_to_call_no_strict_tool(api: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
+@pytest.mark.slow("answers many requests")
 def test_responses_follow_formats_and_demands(api: openai.OpenAI) -> None:
     options: Any = {"model": "demo", "max_output_tokens": 100, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
     parsed = api.responses.parse(input="Who are you?", text_format=Person, **options)
@@ -275,6 +283,7 @@ def test_responses_follow_formats_and_demands(api: openai.OpenAI) -> None:
     assert api.responses.create(input="?", tools=tools, tool_choice=named, **options).output[0].type == "function_call"
 
 
+@pytest.mark.slow("answers many requests")
 def test_messages_follow_formats_and_demands(url: str) -> None:
     tools: Any = [{"name": "weather", "input_schema": CITY}]
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
@@ -427,6 +436,7 @@ def test_integers_of_any_size_pass_where_no_rule_asks_for_them(url: str) -> None
     assert answer.json()["tools"][0]["parameters"]["properties"]["id"]["const"] == 2**70
 
 
+@pytest.mark.slow("answers many requests")
 def test_who_is_refused_leaves_nothing_behind(url: str, api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         ask(api, **schema_of({"if": {}}))

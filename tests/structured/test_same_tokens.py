@@ -54,7 +54,7 @@ def alone(grammar: str) -> list[list[tuple[int, ...]]]:
 SLOW = [(grammar, way) for grammar in ("llguidance", "xgrammar") for way in WAYS if (grammar, way) not in QUICK]
 
 
-@pytest.mark.parametrize(("grammar", "way"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+@pytest.mark.parametrize(("grammar", "way"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in SLOW)])
 def test_tokens_under_a_rule_are_the_same_whatever_is_around_them(grammar: str, way: str) -> None:
     with LLM("demo", grammar=grammar, **WAYS[way]) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)

@@ -19,7 +19,7 @@ FILES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_test_that_ends_its_worker_fails_and_all_others_run(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / f"{name}.py").write_text(text)

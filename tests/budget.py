@@ -1,0 +1,147 @@
+"""Budget of a test in `make test`: CPU seconds, those of its child processes included, and seconds of wall time.
+
+`tests/conftest.py` registers `Budget` in the quick profile. A test above its budget is listed at the end of the run, and
+one that takes more than twice its budget fails. Fixtures of a module or of the session count for themselves.
+
+Seconds are in units of the reference loop: a machine that needs twice the time for the loop has twice the budget. Wall
+time leaves out what the test's thread waited for a processor, so other programs on the machine don't fail a test.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+CPU_S = 0.5
+WALL_S = 1.5
+FAILS_AT = 2.0  # times the budget
+LOOP = 400_000
+LOOP_S = 0.011  # that `reference_loop` takes on the machine the budget was made for
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+OVER = "over budget"  # name of a report's property
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """CPU seconds of this process and of its children, and wall seconds in which it ran or waited for others."""
+
+    cpu_s: float
+    wall_s: float
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.cpu_s + other.cpu_s, self.wall_s + other.wall_s)
+
+    def __sub__(self, other: Spent) -> Spent:
+        return Spent(self.cpu_s - other.cpu_s, self.wall_s - other.wall_s)
+
+    @classmethod
+    def now(cls) -> Spent:
+        times = os.times()
+        cpu_s = times.user + times.system + times.children_user + times.children_system
+        return cls(cpu_s + descendants_cpu_s(os.getpid()), time.perf_counter() - queued_s())
+
+
+def descendants_cpu_s(pid: int) -> float:
+    """Return the CPU seconds of the living descendants of a process and of the children that they have waited for.
+
+    `RUSAGE_CHILDREN` has neither: it counts a child once it has been waited for.
+    """
+    total = 0.0
+    for task in _entries(f"/proc/{pid}/task"):
+        for child in _read(f"/proc/{pid}/task/{task}/children").split():
+            fields = _read(f"/proc/{child}/stat").rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) / TICKS_PER_S
+            total += descendants_cpu_s(int(child))
+    return total
+
+
+def queued_s() -> float:
+    """Return the seconds for which this thread was ready to run and had no processor."""
+    fields = _read("/proc/thread-self/schedstat").split()
+    return int(fields[1]) / 1e9 if fields else 0.0
+
+
+def reference_loop() -> float:
+    """Return the CPU seconds of a loop in Python, the least of three runs."""
+    runs = []
+    for _ in range(3):
+        begun = time.process_time()
+        total = 0
+        for number in range(LOOP):
+            total += number
+        runs.append(time.process_time() - begun)
+    return min(runs)
+
+
+def _entries(folder: str) -> list[str]:
+    with suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
+def _read(path: str) -> str:
+    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+        return file.read()
+    return ""
+
+
+class Budget:
+    """Pytest plugin that measures each test, and fails those far above their budget."""
+
+    def __init__(self) -> None:
+        self.unit = max(1.0, reference_loop() / LOOP_S)
+        self._shared = Spent(0.0, 0.0)  # by fixtures of modules and sessions, all together
+        self._depth = 0  # of such fixtures that are being set up: one can ask for another
+        self._begun = Spent(0.0, 0.0)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, Any, Any]:
+        if fixturedef.scope == "function" or self._depth:
+            return (yield)
+        self._depth += 1
+        begun = Spent.now()
+        try:
+            return (yield)
+        finally:
+            self._shared += Spent.now() - begun
+            self._depth -= 1
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self) -> Generator[None, Any, Any]:
+        self._begun = Spent.now() - self._shared
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        result = yield
+        spent = Spent.now() - self._shared - self._begun
+        share = max(spent.cpu_s / CPU_S, spent.wall_s / WALL_S) / self.unit
+        if share > 1:
+            took = f"{spent.cpu_s:.2f} CPU s and {spent.wall_s:.2f} s"
+            item.user_properties.append((OVER, took))
+            if share > FAILS_AT:
+                pytest.fail(
+                    f"took {took}; a test has {CPU_S * self.unit:.2f} CPU s and {WALL_S * self.unit:.2f} s here. "
+                    "Share a fixture, test it at a cheaper level, or mark it slow with a reason.",
+                    pytrace=False,
+                )
+        return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the tests above their budget."""
+    over = [
+        f"{dict(report.user_properties)[OVER]}: {report.nodeid}"
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call" and OVER in dict(report.user_properties)
+    ]
+    if over:
+        terminalreporter.section("tests over their budget")
+        terminalreporter.write_line("\n".join(sorted(over)))

@@ -1,0 +1,35 @@
+"""Tests above the budget of a quick one that can't be marked where they are defined, by their ids, with the reason.
+
+Most are checks that a test class inherits from a conformance suite: they are slow with one component only.
+"""
+
+from __future__ import annotations
+
+MANY_CASES = "tries many cases"
+PROCESS = "starts a process that imports everything"
+RANKS = "starts ranks: processes that import torch"
+OF_BUILTINS = "tests/conformance/test_builtins.py::Test_"
+OF_FLASH = "tests/attention/test_flash_suite.py::TestFlashAttention"
+WHICH_BLOCKS = "test_which_physical_blocks_a_row_has_changes_nothing"
+
+SLOW_CHECKS = {
+    f"{OF_FLASH}2::test_spawn": PROCESS,
+    f"{OF_FLASH}2::{WHICH_BLOCKS}": MANY_CASES,
+    f"{OF_FLASH}3::test_spawn": PROCESS,
+    f"{OF_FLASH}3::{WHICH_BLOCKS}": MANY_CASES,
+    f"{OF_BUILTINS}scheduler_andes::test_spawn": PROCESS,
+    f"{OF_BUILTINS}scheduler_andes::test_replay": PROCESS,
+    f"{OF_BUILTINS}kv_cache_prefix::test_no_request_reads_what_another_wrote": MANY_CASES,
+    f"{OF_BUILTINS}model_gpt_oss::test_weight_use": MANY_CASES,
+    f"{OF_BUILTINS}model_qwen3_moe::test_weight_use": MANY_CASES,
+    f"{OF_BUILTINS}sampler_default::test_rules_before_temperature": MANY_CASES,
+    f"{OF_BUILTINS}sampler_default::test_large_vocabulary": MANY_CASES,
+    f"{OF_BUILTINS}grammar_llguidance::test_it_accepts_just_what_the_mask_allows": MANY_CASES,
+    f"{OF_BUILTINS}grammar_llguidance::test_regular_expressions_are_those_of_python": MANY_CASES,
+    f"{OF_BUILTINS}grammar_llguidance::test_each_keyword_is_followed_or_refused_wherever_it_stands": MANY_CASES,
+    f"{OF_BUILTINS}executor_local::test_an_adapter_computes_what_merged_weights_do": MANY_CASES,
+    f"{OF_BUILTINS}executor_local::test_what_is_pooled_depends_on_the_prompt_alone": MANY_CASES,
+    "tests/cli/test_plugins_doctor.py::test_what_is_wrong_is_found[dovetail-import-fails]": PROCESS,
+    "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
+    "tests/lab/test_calibrate.py::test_known_step_times_are_found_out[few decodes]": MANY_CASES,
+}
