@@ -39,6 +39,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # box of the drawing -> its modules
         "dovetail.limits",
         "dovetail.bounded_json",
         "dovetail.checks",
+        "dovetail.config_sizes",
         "dovetail.frozen",
         "dovetail.file_keys",
         "dovetail.json_files",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.bounded_json import JsonBounds, WrongJsonError, read_json
+from dovetail.bounded_json import JsonBounds, WrongJsonError, excess_of, read_json
 from dovetail.errors import ModelLoadError
 
 MAX_BYTES = 64 << 20  # the index of a model of 700 billion parameters has 9 MB
@@ -30,7 +30,20 @@ def read_json_list(path: Path) -> list[Any]:
     return content
 
 
+def check_json_file(path: Path, bounds: JsonBounds) -> None:
+    """Raise `ModelLoadError` if a file that others will read is too large, has too many parts, or is nested too deeply."""
+    if (excess := excess_of(_bytes_of(path), bounds)) is not None:
+        raise ModelLoadError(f"{path}: {excess}")
+
+
 def _read(path: Path) -> Any:
+    try:
+        return read_json(_bytes_of(path), BOUNDS)
+    except WrongJsonError as error:
+        raise ModelLoadError(f"{path}: {error}") from None
+
+
+def _bytes_of(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -38,10 +51,7 @@ def _read(path: Path) -> Any:
         raise ModelLoadError(f"{path}: can't be read: {error.strerror or error}") from None
     if len(text) > MAX_BYTES:
         raise ModelLoadError(f"{path}: more than {MAX_BYTES >> 20} MiB: that is no file of a model")
-    try:
-        return read_json(text, BOUNDS)
-    except WrongJsonError as error:
-        raise ModelLoadError(f"{path}: {error}") from None
+    return text
 
 
 def is_deep(content: Mapping[str, Any] | list[Any]) -> bool:

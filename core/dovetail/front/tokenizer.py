@@ -3,7 +3,6 @@ transformers, `dovetail.front.component_tokenizer` those of plugins."""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dovetail.bounded_json import JsonBounds
 from dovetail.checks import unicode_error
+from dovetail.config_sizes import check_sizes
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, RequestError
 from dovetail.file_keys import FileKeys, NoEffect, Used
-from dovetail.json_files import read_json_object
+from dovetail.json_files import MAX_DEPTH, check_json_file, read_json_object
 
 if TYPE_CHECKING:
     from dovetail.api.tokenizer import Chat
@@ -52,6 +53,8 @@ PROCESSORS = FileKeys(
     "preprocessor_config.json",
     {"*": NoEffect("images, video and audio aren't served")},
 )
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
+_MAX_PARTS = 4_000_000  # of such a file: 262,000 tokens and 515,000 merges, each a list, are 800,000
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
 
 
@@ -78,6 +81,7 @@ class Tokenizer(ABC):
         directory = Path(directory)
         if not directory.is_dir():
             raise ModelLoadError(f"{directory} isn't a directory: a tokenizer is loaded from a model's local directory")
+        _check_files(directory)
         try:
             tokenizer = _loader(directory).from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except MissingExtraError:
@@ -365,6 +369,15 @@ def check_unicode(text: str) -> None:
         raise RequestError(f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}")
 
 
+def _check_files(directory: Path) -> None:
+    """Bound the JSON files that transformers and tokenizers read. Raises `ModelLoadError`."""
+    for name in _JSON_FILES:
+        if (directory / name).is_file():
+            check_json_file(directory / name, JsonBounds(_MAX_PARTS, MAX_DEPTH))
+    if (directory / "config.json").is_file():  # transformers builds it to learn a tokenizer's class
+        check_sizes(directory / "config.json", read_json_object(directory / "config.json"))
+
+
 def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
     return ModelLoadError(
         f"{directory} has no tokenizer that can be loaded ({reason}); name another with `tokenizer:`, or give token ids with detokenize=False"
@@ -379,9 +392,9 @@ def _is_empty(tokenizer: Any) -> bool:
 def _loader(directory: Path) -> Any:
     """The transformers class that loads it. `AutoTokenizer` would find the same, but imports torch, which takes seconds and may be missing."""
     try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = read_json_object(directory / "tokenizer_config.json")
         generic = config.get("tokenizer_class") in GENERIC and (directory / "tokenizer.json").is_file()
-    except (OSError, ValueError, AttributeError):  # AutoTokenizer says what is wrong
+    except ModelLoadError:  # AutoTokenizer says what is wrong
         generic = False
     try:
         if generic:

@@ -13,6 +13,7 @@ import torch
 from dovetail.api.executor import ComponentRef, QuantizationRef
 from dovetail.api.model import ModelArch, ModelContext
 from dovetail.checks import shown
+from dovetail.config_sizes import check_sizes
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.json_files import read_json_object
 from dovetail.nn.kernels.gpu import gpu_of
@@ -164,9 +165,7 @@ def read_config(model_dir: str | Path) -> Any:
         raise UnsupportedError(f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of `speculation.drafter`")
     if "model_type" not in raw:
         raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
-    for key, value in raw.items():
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise ModelLoadError(f"{path}: {key}: {value} is more than any size can be")
+    check_sizes(path, raw)
     _stored_as(path, raw)  # transformers reads it, too, but wouldn't name the file
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
