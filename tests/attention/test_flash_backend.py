@@ -22,6 +22,7 @@ from dovetail_attention.flash import FlashAttention
 from dovetail_attention.flash_library import FlashAttention2, FlashAttention3, find_library, reason_against
 from tests.attention import fake_flash
 from tests.attention.cases import Bench, Case, assert_close, cases
+from tests.rounding import allowed
 from tests.runtime.demo import context
 from tests.support import examples
 
@@ -60,7 +61,7 @@ def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unu
 @examples(quick=5, full=300)
 def test_which_physical_blocks_a_row_has_changes_nothing(package: str, case: Case, relabel: int) -> None:
     here, there = Bench(FlashAttention, of_pages(case)), Bench(FlashAttention, of_pages(case), relabel=relabel)
-    assert_close(here.run(), there.run(), tolerance=1e-6)
+    assert_close(here.run(), there.run(), allowed(300))
 
 
 @pytest.mark.parametrize("queries", [(1, 1, 1), (1, 1, 6), (6, 1, 1), (1, 6, 1)])

@@ -21,7 +21,7 @@ from dovetail_attention import triton_backend, triton_schedule, triton_trial
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER, DecodeTiling
 from tests.attention import interpreter
-from tests.attention.cases import Bench, Case, assert_close, cases
+from tests.attention.cases import TOLERANCE, Bench, Case, assert_close, cases
 from tests.kernels import INTERPRETED, ON_GPU
 from tests.runtime.fakes import Bench as RunnerBench
 from tests.runtime.fakes import generate
@@ -31,7 +31,6 @@ from tests.runtime.test_mixed_graphs import PROMPTS, bench_with_graphs, generate
 from tests.support import FULL, examples
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-TOLERANCE = 2e-5
 HALF = {"float16": 4e-3, "bfloat16": 4e-2} if ON_GPU else {"float16": 4e-3}  # the interpreter rounds bfloat16 wrongly
 
 pytestmark = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or the interpreter: tests/test_interpreter.py starts it")

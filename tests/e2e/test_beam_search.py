@@ -26,6 +26,7 @@ from dovetail.request import Logprob
 from tests.adapters import config_of, weights_of, write_adapter
 from tests.e2e.reference import checkpoint
 from tests.e2e.test_equal_to_transformers import DEMO, random_prompts
+from tests.rounding import rounded, roundings_of
 
 SETTINGS: dict[str, Any] = {"model": "demo", "max_model_len": 128, "max_num_seqs": 8, "dtype": "float32"}
 PROMPTS = ["ROMEO:", "JULIET:\nO Romeo", "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n"]
@@ -63,7 +64,8 @@ def check_equal(output: BeamSearchOutput, model: Any, prompt: Sequence[int], par
     answers = [row[: next((at for at in range(len(prompt), len(row)) if row[at] in eos), len(row)) + 1] for row in theirs.sequences.tolist()]
     assert [sequence.tokens for sequence in output.sequences] == answers
     if params.beam_width > 1:  # otherwise it searches greedily, without scores
-        assert [sequence.score for sequence in output.sequences] == pytest.approx(theirs.sequences_scores.tolist(), abs=1e-4, rel=1e-6)
+        roundings = params.max_tokens * roundings_of(model.config, theirs.sequences.shape[1])
+        assert [sequence.score for sequence in output.sequences] == rounded(theirs.sequences_scores.tolist(), roundings)
 
 
 @pytest.mark.slow("makes several engines or many tokens")

@@ -16,6 +16,7 @@ import dovetail_models
 from dovetail import LLM, SamplingParams
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
 from tests.models.configs import configs
+from tests.rounding import rounded, roundings_of
 from tests.support import examples
 
 MAX_LEN = 720
@@ -123,6 +124,7 @@ def test_logprobs_are_the_log_softmax_of_the_reference(budget: int) -> None:
 def check_logprobs(output: Any, model: Any) -> None:
     sample, prompt = output.outputs[0], list(output.prompt_token_ids)
     expected = model(torch.tensor([prompt + list(sample.token_ids)])).logits[0].log_softmax(-1)
+    roundings = roundings_of(model.config, len(expected))
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     assert len(sample.logprobs) == len(sample.token_ids)
@@ -132,7 +134,7 @@ def check_logprobs(output: Any, model: Any) -> None:
         best = expected[position].topk(alternatives).indices.tolist()
         assert set(entries) == {token, *best}
         for candidate, entry in entries.items():
-            assert entry.logprob == pytest.approx(expected[position, candidate].item(), abs=1e-4)
+            assert entry.logprob == rounded(expected[position, candidate].item(), roundings)
             assert entry.rank == 1 + int((expected[position] > expected[position, candidate]).sum())
     chosen = [expected[len(prompt) - 1 + i, token].item() for i, token in enumerate(sample.token_ids)]
-    assert sample.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-3)
+    assert sample.cumulative_logprob == rounded(sum(chosen), len(chosen) * roundings)

@@ -28,6 +28,7 @@ from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import llm as llm_module
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import Request, TokenLogprobMap
+from tests.rounding import rounded, roundings_of_demo
 from tests.support import examples
 
 torch.set_num_threads(1)
@@ -237,7 +238,9 @@ def check_deltas(final: CompletionOutput, deltas: Sequence[CompletionOutput]) ->
     assert [token for delta in deltas for token in delta.token_ids] == list(final.token_ids)
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [final.finish_reason]
     assert deltas[-1].stop_reason == final.stop_reason
-    assert deltas[-1].cumulative_logprob == pytest.approx(final.cumulative_logprob, abs=1e-4)
+    assert (deltas[-1].cumulative_logprob is None) == (final.cumulative_logprob is None)
+    if final.cumulative_logprob is not None:
+        assert deltas[-1].cumulative_logprob == rounded(final.cumulative_logprob, len(final.token_ids) * roundings_of_demo())
     assert all((delta.logprobs is None) == (final.logprobs is None) for delta in deltas)
     assert_same_logprobs([entries for delta in deltas for entries in delta.logprobs or ()], final.logprobs)
 
@@ -247,7 +250,7 @@ def assert_same_logprobs(ours: Sequence[TokenLogprobMap | None] | None, theirs: 
     for our, their in zip(ours or (), theirs or (), strict=True):
         entries = [(our or {}).items(), (their or {}).items()]
         assert [(token, entry.decoded_token) for token, entry in entries[0]] == [(token, entry.decoded_token) for token, entry in entries[1]]
-        assert [entry.logprob for _, entry in entries[0]] == pytest.approx([entry.logprob for _, entry in entries[1]], abs=1e-4)
+        assert [entry.logprob for _, entry in entries[0]] == rounded([entry.logprob for _, entry in entries[1]], roundings_of_demo())
 
 
 def test_text_is_what_the_tokenizer_makes_of_all_token_ids(llm: LLM) -> None:

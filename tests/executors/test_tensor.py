@@ -17,6 +17,7 @@ from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank
 from dovetail_executors.tensor import rank_devices
 from tests.executors.ranks import SETTINGS, engine, generate, nothing_left, processes_of_ranks
+from tests.rounding import rounded, roundings_of_demo
 
 PROMPTS = [[5, 17, 200, 31, 8, 90, 12, 44, 7, 7, 301], [9, 12], [400, 3, 77], [9] * 40]
 SAMPLED = [
@@ -50,7 +51,7 @@ def test_two_ranks_generate_the_tokens_of_one(two: LLMEngine, params: SamplingPa
             assert (sample.logprobs is None) == (other.logprobs is None)
             for one, its in zip(sample.logprobs or (), other.logprobs or (), strict=True):
                 assert one.keys() == its.keys()
-                assert all(one[token].logprob == pytest.approx(its[token].logprob, abs=1e-4) for token in one)
+                assert all(one[token].logprob == rounded(its[token].logprob, roundings_of_demo()) for token in one)
 
 
 def test_it_shows_its_ranks(two: LLMEngine) -> None:

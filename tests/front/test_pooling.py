@@ -23,6 +23,7 @@ from dovetail.front.tokenizer import TokenizedText
 from dovetail.limits import MAX_CUT_CHARS
 from tests.front.pooled import CLASSIFIER, EMBEDDER, GENERATOR, SCORER, config, expected, install
 from tests.registry.fakes import Site
+from tests.rounding import assert_rounded
 
 TEXTS = ["O Romeo, Romeo!", "wherefore art thou Romeo?", "Deny thy father and refuse thy name"]
 
@@ -133,7 +134,7 @@ def test_scores_of_an_embedding_model_are_cosines_and_each_text_is_embedded_once
         assert one.engine.stats().finished - before == 4
         vectors = [np.float64(output.outputs.embedding) for output in one.embed(TEXTS, use_tqdm=False) if output.outputs]
         cosines = [vectors[0] @ vector for vector in vectors]
-        np.testing.assert_allclose([output.outputs.score for output in outputs if output.outputs], cosines, rtol=1e-5)
+        assert_rounded([output.outputs.score for output in outputs if output.outputs], cosines, len(vectors[0]))
 
 
 def test_stored_prompts_are_put_before_texts() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from tests.rounding import roundings_of
 
 SIZES = {
     "hidden_size": 48,
@@ -21,6 +24,9 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+
+
+ROUNDINGS = roundings_of(SimpleNamespace(**SIZES), SIZES["max_position_embeddings"])
 
 
 def save(directory: Path, kind: str, *, seed: int = 0, **fields: Any) -> Any:

@@ -18,8 +18,9 @@ from dovetail.errors import UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.testing.checks import CheckFailed
 from tests.adapters import config_of, weights_of, write_adapter
-from tests.models.pooling_checkpoints import save, states
+from tests.models.pooling_checkpoints import ROUNDINGS, save, states
 from tests.models.test_pooling import PROMPTS, agree, pooled, started
+from tests.rounding import assert_rounded
 from tests.runtime.demo import DEMO, context
 
 WINDOWED: dict[str, Any] = {"local_attention": 6, "num_hidden_layers": 4, **dict.fromkeys(("cls_token_id", "sep_token_id"), 2)}
@@ -81,10 +82,10 @@ def test_an_adapter_changes_an_encoder_as_merged_weights_do(family: str, head: s
     with torch.no_grad():
         ids = torch.tensor([PROMPTS[0]])
         wanted = F.normalize(states(model, PROMPTS[0]).mean(0), dim=-1) if head == "Model" else model(ids).logits[0].softmax(-1)
-    np.testing.assert_allclose(found[0], wanted.numpy(), atol=1e-5)
+    assert_rounded(found[0], wanted.numpy(), ROUNDINGS)
     assert np.abs(found[0] - base[0]).max() > 0.01
     for one, other in zip(found[1:], base[1:], strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        assert_rounded(one, other, ROUNDINGS)
 
 
 def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> Non
         found = bench.run({str(index): len(prompt) for index, prompt in enumerate(PROMPTS)}).pooled
         for index, (prompt, second) in enumerate(zip(PROMPTS, seconds, strict=True)):
             types = torch.tensor([[int(second is not None and at >= second) for at in range(len(prompt))]])
-            np.testing.assert_allclose(found[index], model(torch.tensor([prompt]), token_type_ids=types).logits[0].numpy(), atol=1e-5)
+            assert_rounded(found[index], model(torch.tensor([prompt]), token_type_ids=types).logits[0].numpy(), ROUNDINGS)
         bench.remove(*(str(index) for index in range(len(PROMPTS))))
         agree(pooled(bench, RowPooling("classify", activate=False)), lambda tokens: model(torch.tensor([tokens])).logits[0])
 
@@ -113,7 +114,7 @@ def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             expected = model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
-        np.testing.assert_allclose(found[index], expected.numpy(), atol=1e-5)
+        assert_rounded(found[index], expected.numpy(), ROUNDINGS)
 
 
 @pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "ModernBert"])
@@ -123,7 +124,7 @@ def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(family: str, tm
     with started(tmp_path, max_model_len=None) as bench:
         assert bench.capacity.max_model_len == 64
         bench.add("long", prompt, room=0, pooling=RowPooling("token_embed", activate=False))
-        np.testing.assert_allclose(bench.run({"long": 64}).pooled[0], states(model, prompt).numpy(), atol=1e-5)
+        assert_rounded(bench.run({"long": 64}).pooled[0], states(model, prompt).numpy(), ROUNDINGS)
 
 
 def test_a_request_holds_one_page_of_no_bytes_as_its_seat(tmp_path: Path) -> None:

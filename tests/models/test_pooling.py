@@ -20,7 +20,8 @@ from dovetail.testing.suites.executor_bench import Bench
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions, TensorOptions
 from dovetail_executors.tensor import TensorExecutor
-from tests.models.pooling_checkpoints import dense, save, sentence_transformer, states
+from tests.models.pooling_checkpoints import ROUNDINGS, dense, save, sentence_transformer, states
+from tests.rounding import assert_rounded
 from tests.runtime.demo import DEMO, context
 
 PROMPTS = [[5, 17, 20, 31, 8, 90, 12, 44, 7, 7, 30], [9], [40, 3, 77, 3, 2, 61, 60]]
@@ -57,7 +58,7 @@ def agree(found: list[NDArray[np.float32]], expected: Callable[[list[int]], torc
     for prompt, result in zip(PROMPTS, found, strict=True):
         assert result.dtype == np.float32
         wanted = expected(prompt).numpy()
-        np.testing.assert_allclose(result, wanted, rtol=0, atol=1e-5 * max(1.0, float(np.abs(wanted).max())))
+        assert_rounded(result, wanted, ROUNDINGS)
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Model", "LlamaModel", "MistralModel", "Gemma2Model", "Gemma3TextModel", "Qwen3ForCausalLM", "Olmo2Model"])

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from dovetail import LLM
 from dovetail.errors import RequestError
 from tests.models.pooling_checkpoints import save, sentence_transformer, states
+from tests.rounding import rounded, roundings_of
 
 CLS, SEP = 1, 2
 WORDS = {"[PAD]": 0, "[CLS]": CLS, "[SEP]": SEP, "[UNK]": 3, **{f"w{index}": 4 + index for index in range(80)}}
@@ -79,7 +80,7 @@ def test_pairs_are_cut_and_typed_as_cross_encoders_are(names: list[str], tmp_pat
     with LLM(str(tmp_path)) as llm:
         [output] = llm.score(text(query), text(document), use_tqdm=False)
     assert output.outputs is not None
-    assert output.outputs.score == pytest.approx(float(expected), abs=1e-5)
+    assert output.outputs.score == rounded(float(expected), roundings_of(model.config, 20))
 
 
 @pytest.mark.parametrize("prompt", [[5, 9, 7, 7], [5, 7, 9], [7, 7, 7], [9, 5], [7, 5, 7]], ids=str)

@@ -22,6 +22,7 @@ from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParal
 from dovetail.nn.parameter import Part
 from tests.models.oracle import CPU, FakeGroup, context
 from tests.nn.formats import HALF_ULP, SMALLEST_STEP, plain_weight, product
+from tests.rounding import assert_rounded
 from tests.support import examples
 
 INT4: list[Any] = [PackedInt4(128, True), PackedInt4(32, False), GptqInt4(64, False), GptqInt4(128, True), AwqInt4(64, False)]
@@ -90,7 +91,7 @@ def test_the_ranks_of_a_column_parallel_layer_have_the_outputs_of_the_whole(form
         share = whole[:, rank * 256 // size : (rank + 1) * 256 // size].flatten(0, 1)
         assert torch.equal(form.dequantized(layer.weight), share)
         x = torch.randn(3, 128)
-        torch.testing.assert_close(layer(x), product(x, share, gated=True).float(), atol=1e-4, rtol=1e-4)
+        assert_rounded(layer(x), product(x, share, gated=True), 128 + 4)
 
 
 @pytest.mark.parametrize("form", FORMATS[1:], ids=str)

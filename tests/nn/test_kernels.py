@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3Config
 
+from tests.rounding import assert_rounded, roundings_of
+
 pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerCache, LayerSpec
@@ -391,7 +393,7 @@ def test_logprobs_and_ranks_are_their_twins(rows: int, vocab: int, k: int, sprea
     logits[:, 1::3] = -torch.inf
     found, twin = kernels.top_logprobs(logits, ids, min(k, vocab)), top_logprobs(logits.cpu(), ids.cpu(), k)
     assert found[0].tolist() == twin.token_ids.tolist()
-    torch.testing.assert_close(found[1].cpu(), twin.logprobs, atol=1e-5, rtol=1e-5)
+    assert_rounded(found[1], twin.logprobs, vocab + 3)
     assert found[2].tolist() == twin.ranks.tolist()
 
 
@@ -614,4 +616,4 @@ def test_a_decoder_with_kernels_computes_what_it_does_without(monkeypatch: pytes
         monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
     for ours, theirs in zip(run(fused, tokens), expected, strict=True):
         assert not torch.equal(ours, theirs), "both came from the same operations"
-        torch.testing.assert_close(ours, theirs, atol=1e-5 * theirs.abs().max().item(), rtol=1e-5)
+        assert_rounded(ours, theirs, roundings_of(config, len(tokens)))

@@ -28,6 +28,7 @@ from dovetail_attention.sdpa import TorchAttention
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
 TAPS = (0, 2)  # of `TinyHead`
+ROUNDINGS = 2 * (2 * HIDDEN + HEADS * SIZE + 64) + HIDDEN + VOCAB  # on the way to a log-probability: two layers, attention over 64 tokens
 NAN_TOKEN = VOCAB - 1  # its embedding is NaN; never sampled
 
 

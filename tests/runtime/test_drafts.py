@@ -16,7 +16,8 @@ from dovetail.api.sampler import Lines, RowHistory, RowSampling, SamplerContext
 from dovetail.errors import DovetailError
 from dovetail.runtime.graphs import Kind, decode_builders
 from dovetail_samplers.default import DefaultSampler
-from tests.runtime.fakes import NAN_TOKEN, VOCAB, Bench, generate
+from tests.rounding import assert_rounded
+from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate
 from tests.runtime.recorded import WatchedGraphs, give_graphs
 from tests.runtime.test_decode_graphs import CapturableGreedy
 from tests.support import examples
@@ -128,7 +129,7 @@ def test_each_yielded_token_has_its_log_probabilities() -> None:
     assert result.logprobs is not None
     assert result.counts.tolist() == [1, 3]
     assert result.logprobs.token_ids[:, 0].tolist() == result.token_ids.tolist() == [generate(PROMPTS[1], 2)[1], *right[1:4]]
-    assert [line[1] for line in found[0][2:]] == [pytest.approx(line) for line in result.logprobs.logprobs[1:].tolist()]
+    assert_rounded([line[1] for line in found[0][2:]], result.logprobs.logprobs[1:], ROUNDINGS)
 
 
 WAYS = [

@@ -20,7 +20,8 @@ from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail_samplers import default, table
 from dovetail_samplers.default import DefaultSampler
 from tests.kernels import INTERPRETED, take_kernels
-from tests.runtime.fakes import NAN_TOKEN, VOCAB, Bench, generate
+from tests.rounding import rounded
+from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate
 from tests.runtime.recorded import WatchedGraphs, give_graphs, keep_launches
 from tests.runtime.test_decode_graphs import SharingAttention, with_graphs
 from tests.runtime.test_sampling_graphs import GreedyWithoutLogprobs, with_sampling_graphs
@@ -135,7 +136,7 @@ def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(st
             replayed.play(step)
     for step in story:
         plain.play(step)
-    assert replayed.told == pytest.approx(plain.told, abs=1e-4)
+    assert replayed.told == rounded(plain.told, ROUNDINGS)
 
 
 @interpreted

@@ -23,7 +23,8 @@ from dovetail.runtime.pooler import Pooler
 from dovetail.runtime.pooling import PoolingPlan
 from dovetail.runtime.recording import LayerSplitter
 from dovetail_attention.sdpa import TorchAttention
-from tests.runtime.fakes import Bench, TinyModel, generate
+from tests.rounding import assert_rounded
+from tests.runtime.fakes import ROUNDINGS, Bench, TinyModel, generate
 from tests.runtime.recorded import GraphOnCpu, WatchedGraphs, give_graphs, play_graphs_on_the_cpu
 from tests.support import examples
 
@@ -192,7 +193,7 @@ def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_o
     assert not backend.planned[-1].mixed_graph
     alone = Bench()
     expected = alone.run({0: len(prompt)}, [alone.new(0, prompt, RowSampling(prompt_logprobs=2))])
-    assert np.allclose(result.prompt_logprobs[0].logprobs, expected.prompt_logprobs[0].logprobs, atol=1e-5)
+    assert_rounded(result.prompt_logprobs[0].logprobs, expected.prompt_logprobs[0].logprobs, ROUNDINGS)
     bench.run({0: 1, 1: 5}, [bench.new(1, prompt[:5])])
     assert backend.planned[-1].mixed_graph, "its prompt is computed"
 
@@ -256,4 +257,4 @@ def test_rows_pool_from_recordings_what_they_pool_without(backend: type[Attentio
             with pytest.MonkeyPatch.context() as patch:
                 found = pooled_in_chunks(bench_with_graphs(backend, sizes, patch, max_rows), method, tasks, chunk)
             for one, other in zip(found, expected, strict=True):
-                np.testing.assert_allclose(one, other, atol=1e-5)
+                assert_rounded(one, other, ROUNDINGS)

@@ -13,7 +13,8 @@ from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime import runner as runner_module
-from tests.runtime.fakes import NAN_TOKEN, VOCAB, Bench, generate
+from tests.rounding import assert_rounded
+from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate
 from tests.support import examples
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7], [1, 8, 2, 8, 1, 8]]
@@ -104,7 +105,7 @@ def test_a_request_that_finds_its_prefix_computed_computes_only_the_rest() -> No
     bench.blocks[1] = bench.blocks[0][:2]
     result = bench.run({1: 1}, [bench.new(1, PROMPTS[0], computed=8)])
     assert result.token_ids.tolist() == generate(PROMPTS[0], 1)
-    torch.testing.assert_close(bench.sampler.last_logits, logits_after(PROMPTS[0]))
+    assert_rounded(bench.sampler.last_logits, logits_after(PROMPTS[0]), ROUNDINGS)
 
 
 def test_copies_run_before_the_step_that_carries_them() -> None:
@@ -115,7 +116,7 @@ def test_copies_run_before_the_step_that_carries_them() -> None:
     longer = [*PROMPTS[0], 7, 7]
     result = bench.run({1: 2}, [bench.new(1, longer, computed=9)], copies=[PageCopy(bench.blocks[0][2], own)])
     assert result.token_ids.tolist() == generate(longer, 1)
-    torch.testing.assert_close(bench.sampler.last_logits, logits_after(longer))
+    assert_rounded(bench.sampler.last_logits, logits_after(longer), ROUNDINGS)
     assert decode(bench, [0], 1)[0] == generate(PROMPTS[0], 2)[1:]
 
 
@@ -137,7 +138,7 @@ def test_logprobs_are_of_the_rows_that_sample_in_order() -> None:
     assert result.logprobs is not None
     expected = top_logprobs(bench.sampler.last_logits, torch.from_numpy(result.token_ids[1:]), 3)
     np.testing.assert_array_equal(result.logprobs.token_ids, expected.token_ids.numpy())
-    np.testing.assert_allclose(result.logprobs.logprobs, expected.logprobs.numpy())
+    assert_rounded(result.logprobs.logprobs, expected.logprobs, ROUNDINGS)
     np.testing.assert_array_equal(result.logprobs.ranks, expected.ranks.numpy())
 
 
@@ -158,7 +159,7 @@ def test_prompt_logprobs_are_those_of_the_prompt_however_it_is_cut(chunk: int, l
     hidden = whole.model(torch.tensor(prompt), torch.arange(len(prompt)))
     expected = top_logprobs(whole.model.logits(hidden[:-1]), torch.tensor(prompt[1:]), 2)
     np.testing.assert_array_equal(np.concatenate([part.token_ids for part in parts]), expected.token_ids.numpy())
-    np.testing.assert_allclose(np.concatenate([part.logprobs for part in parts]), expected.logprobs.numpy(), rtol=1e-5, atol=1e-5)
+    assert_rounded(np.concatenate([part.logprobs for part in parts]), expected.logprobs, ROUNDINGS)
     np.testing.assert_array_equal(np.concatenate([part.ranks for part in parts]), expected.ranks.numpy())
 
 

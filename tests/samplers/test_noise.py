@@ -9,6 +9,7 @@ from scipy.stats import chisquare, kstest
 
 from dovetail_samplers import noise
 from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
+from tests.rounding import allowed
 
 IDS = 4096
 ALPHA = 1e-5
@@ -80,7 +81,7 @@ def test_small_exponentials_keep_their_precision() -> None:
     e = exponentials(keys, hashes).numpy()
     assert u.min() < 2.0**-19
     exact = -np.log1p(-u)
-    np.testing.assert_allclose(e[u < 0.9], exact[u < 0.9], rtol=5e-7)
+    np.testing.assert_allclose(e[u < 0.9], exact[u < 0.9], rtol=allowed(4))
     np.testing.assert_allclose(e[u < 0.999], exact[u < 0.999], rtol=2e-5)  # above, 1 - u has few bits left, and never wins a race
 
 

@@ -22,6 +22,7 @@ from dovetail_server.settings import ServerSettings
 from tests.front.pooled import CLASSIFIER, EMBEDDER, GENERATOR, SCORER, config, expected, install
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
+from tests.rounding import rounded
 from tests.server.engines import Collector, served
 from tests.server.serving import demo_tokenizer, serving_in_threads
 
@@ -215,7 +216,7 @@ def test_scores_of_an_embedding_model_are_cosines() -> None:
         made = answer(one, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
         assert made["results"][0]["index"] == 0
         for item in made["results"]:
-            assert item["relevance_score"] == pytest.approx(vectors[0] @ vectors[item["index"]])
+            assert item["relevance_score"] == rounded(vectors[0] @ vectors[item["index"]], len(vectors[0]))
 
 
 def test_classes_and_whatever_else_a_model_pools() -> None:

@@ -23,6 +23,7 @@ from dovetail_server.remote import RemoteEngine
 from tests.e2e import drafting
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
+from tests.rounding import rounded, roundings_of_demo
 from tests.server.engines import DEMO, PATIENCE_S, Collector, Link, Served, served
 
 both = pytest.mark.parametrize("link", ["thread", "zmq"])
@@ -88,9 +89,9 @@ def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: P
             last = listener.outputs[-1]
             assert essence(listener.samples()) == essence(expected.outputs)
             for sample, its in zip(listener.samples(), expected.outputs, strict=True):
-                assert own_logprobs(sample.logprobs) == pytest.approx(own_logprobs(its.logprobs), abs=1e-4)
+                assert own_logprobs(sample.logprobs) == rounded(own_logprobs(its.logprobs), roundings_of_demo())
                 assert [len(position) for position in sample.logprobs or ()] == [len(position) for position in its.logprobs or ()]
-            assert own_logprobs(last.prompt_logprobs) == pytest.approx(own_logprobs(expected.prompt_logprobs), abs=1e-4)
+            assert own_logprobs(last.prompt_logprobs) == rounded(own_logprobs(expected.prompt_logprobs), roundings_of_demo())
             assert (last.prompt, list(last.prompt_token_ids)) == (expected.prompt, list(expected.prompt_token_ids))
             assert last.metrics is not None
             assert last.metrics.first_token_time is not None
@@ -124,7 +125,7 @@ def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
             for sample, its in zip(listener.samples(), expected.outputs, strict=True):
                 assert (sample.text, sample.finish_reason, sample.stop_reason) == (its.text, its.finish_reason, its.stop_reason)
                 assert is_plain or list(sample.token_ids) == list(its.token_ids)
-                assert own_logprobs(sample.logprobs) == pytest.approx(own_logprobs(its.logprobs), abs=1e-4)
+                assert own_logprobs(sample.logprobs) == rounded(own_logprobs(its.logprobs), roundings_of_demo())
                 assert len(sample.logprobs or ()) == (len(its.token_ids) if params.logprobs is not None else 0)
         assert sum(len(listener.outputs) for listener in heard) < 0.7 * sum(len(s.token_ids) for output in offline for s in output.outputs)
 
