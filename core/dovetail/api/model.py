@@ -86,6 +86,7 @@ class BuildContext:
     weights_later: bool = False  # weights of linear layers of `dovetail.nn` are allocated after `build`, in the checkpoint's format
     environment: str = ""  # names what else changes the numbers: device, attention backend, dtype of the KV cache, quantization, graphs
     make_state: Callable[[StateSpec], StateLayer] = no_states
+    adapters: bool = False  # LoRA adapters may be added to linear layers of `dovetail.nn` after `build`
 
 
 class CausalLM(Protocol):

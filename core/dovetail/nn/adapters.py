@@ -7,7 +7,7 @@ kernels that fuse these. Other steps don't notice the bank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dovetail.nn.kernels.adapters import SortedTokens
 
 MOST_OUTPUTS = 128  # of a piece
+Summed = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # y, x, slot -> y with what that adapter adds
 
 
 class TokenSlots:
@@ -107,14 +108,36 @@ class LayerAdapters:
             with suppress(KernelUnavailable):
                 kernels.add(y, x, self.a, self.b, self.pieces, MOST_OUTPUTS, tokens.sorted(len(self.a)))
                 return y
-        slots = tokens.slots
+        return self._added(y, x, tokens.slots, self._sum)
+
+    def added_by_heads(self, y: torch.Tensor, x: torch.Tensor, outputs: slice, *, from_left: bool) -> torch.Tensor:
+        """Add to y in place, and return it, what the tokens' adapters compute of x head by head, where
+        the layer has the same number of outputs for each head, of which `outputs` are used.
+
+        x [tokens, heads, in] -> y [tokens, heads, outputs]; or, `from_left`, x [tokens, heads, outputs]
+        is multiplied by the transposed matrices -> y [tokens, heads, in]."""
+
+        def summed(y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:
+            a = self.a[slot].float()  # [rank, in]
+            b = self.b[slot].float().view(x.shape[1], -1, a.shape[0])[:, outputs]  # [heads, outputs, rank]
+            if from_left:
+                added = torch.einsum("thp,hpr->thr", x.float(), b) @ a
+            else:
+                added = torch.einsum("thr,hpr->thp", x.float() @ a.t(), b)
+            return (y.float() + added).to(y.dtype)
+
+        return self._added(y, x, self.step.of(len(x)).slots, summed)
+
+    def _added(self, y: torch.Tensor, x: torch.Tensor, slots: torch.Tensor, summed: Summed) -> torch.Tensor:
+        """Replace, in y, the rows of tokens with an adapter by `summed` of them."""
         on_cpu = x.device.type == "cpu"
         for slot in set(slots.tolist()) - {0} if on_cpu else range(1, len(self.a)):
             if on_cpu:
                 rows = (slots == slot).nonzero()[:, 0]
-                y[rows] = self._sum(y[rows], x[rows], slot)
+                y[rows] = summed(y[rows], x[rows], slot)
             else:  # shapes are the same in every step
-                y.copy_(torch.where((slots == slot)[:, None], self._sum(y, x, slot), y))
+                has_it = (slots == slot).view(-1, *[1] * (y.ndim - 1))
+                y.copy_(torch.where(has_it, summed(y, x, slot), y))
         return y
 
     def _sum(self, y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:

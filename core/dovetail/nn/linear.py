@@ -10,7 +10,7 @@ with LoRA adapters (`dovetail.nn.adapters`) nothing is fused: norm, product, wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,3 +215,42 @@ class RowParallelLinear(LinearLayer):
         """Return this rank's share of the sum [tokens, out], in the memory `into` if given."""
         y = self.format.columns(self.weight, x, self.bias if self.group.rank == 0 else None, into=into)
         return y if (adapted := self.adapted) is None else adapted.added_to(y, x)
+
+
+class LatentUpLinear(LinearLayer):
+    """K and V of all heads from one latent, multiplied from both sides, so that neither is computed (see latent attention, arXiv:2405.04434).
+
+    Its weight [heads * (key + value), latent] is that of a linear layer, this rank's heads of it, and is never quantized.
+    """
+
+    def __init__(self, latent: int, heads: int, key: int, value: int, context: BuildContext) -> None:
+        """`heads`: of the whole model. Raises `UnsupportedError` if they can't be split over the ranks."""
+        super().__init__()
+        own = share(heads, context.parallel, "num_attention_heads")
+        self.heads = own
+        self.sizes = [key, value]
+        wide = key + value
+        part = Part((heads * wide, latent), 0, context.parallel.rank * own * wide, own * wide)
+        self.weight = Weight((own * wide, latent), {None: part}, context, plain=True)
+
+    def take_format(self, form: WeightFormat, device: torch.device) -> None:
+        """Do nothing: the weight is plain, and allocated."""
+
+    def placed_weights(self) -> list[Any]:
+        return []
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        """Return what queries [tokens, heads, key] multiply latents by, [tokens, heads, latent]."""
+        y = torch.bmm(q.transpose(0, 1), self._sides()[0]).transpose(0, 1)
+        adapted = self.adapted
+        return y if adapted is None else adapted.added_by_heads(y, q, slice(0, self.sizes[0]), from_left=True)
+
+    def values(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the values [tokens, heads, value] of weighted sums of latents [tokens, heads, latent]."""
+        y = torch.bmm(latents.transpose(0, 1), self._sides()[1].transpose(1, 2)).transpose(0, 1)
+        adapted = self.adapted
+        return y if adapted is None else adapted.added_by_heads(y, latents, slice(self.sizes[0], sum(self.sizes)), from_left=False)
+
+    def _sides(self) -> Sequence[torch.Tensor]:
+        """Return the matrices of K and V: [heads, key, latent] and [heads, value, latent]."""
+        return torch.split(self.weight.view(self.heads, sum(self.sizes), -1), self.sizes, dim=1)

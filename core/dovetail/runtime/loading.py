@@ -126,7 +126,8 @@ def load_model(
     def make_layer(spec: LayerSpec) -> AttentionLayer:
         return make_attention(_within(plan.max_model_len, spec))
 
-    context = BuildContext(parallel, plan.dtype, device, make_layer, plan.max_model_len, later, built_for, make_state)
+    adapters = config.max_adapters > 0
+    context = BuildContext(parallel, plan.dtype, device, make_layer, plan.max_model_len, later, built_for, make_state, adapters)
     model = plan.arch.build(plan.config, context)
     return load_into(model, plan.quantization, config, device, progress, elsewhere=plan.pooling.owns, ranks=parallel.size, dtype=plan.dtype)
 

@@ -229,7 +229,8 @@ class SparseFeedForward(nn.Module):
     def __init__(self, decoder: DecoderShape, shape: ExpertsShape, context: BuildContext) -> None:
         super().__init__()
         self.shape, hidden, grouping = shape, decoder.hidden_size, shape.grouping
-        self.merged = shape.shared_gate and shape.shared_inner == shape.inner  # one more expert
+        # One more expert, unless adapters may change it: experts aren't linear layers.
+        self.merged = shape.shared_gate and shape.shared_inner == shape.inner and not context.adapters
         if grouping is None:
             self.router = Router(hidden, shape.count, context, bias=shape.bias, shared=self.merged)
         else:

@@ -9,7 +9,7 @@ sum of weighted latents. So a layer has one K of kv_rank + rope numbers a token,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,9 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
-from dovetail.nn.linear import ColumnParallelLinear, Columns, MergedColumnParallelLinear, RowParallelLinear
+from dovetail.nn.linear import ColumnParallelLinear, Columns, LatentUpLinear, MergedColumnParallelLinear, RowParallelLinear
 from dovetail.nn.norm import RMSNorm
-from dovetail.nn.parameter import Part, Weight, share
+from dovetail.nn.parameter import share
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation, apply_rotary
 
@@ -61,9 +61,7 @@ class LatentAttention(nn.Module):
             self.q_norm = RMSNorm(shape.q_rank, INNER_EPS, context)
             self.q_up_proj = ColumnParallelLinear(shape.q_rank, heads * size, context, bias=False)
         self.kv_norm = RMSNorm(shape.kv_rank, INNER_EPS, context)
-        wide = shape.plain + shape.value
-        part = Part((heads * wide, shape.kv_rank), 0, first * wide, self.heads * wide)
-        self.kv_up = Weight((self.heads * wide, shape.kv_rank), {None: part}, context, plain=True)  # it is multiplied from both sides
+        self.kv_up = LatentUpLinear(shape.kv_rank, heads, shape.plain, shape.value, context)
         self.o_proj = RowParallelLinear(heads * shape.value, hidden, context, bias=bias)
         self.attn = context.make_attention(spec)
 
@@ -75,7 +73,7 @@ class LatentAttention(nn.Module):
             q = self.q_up_proj(self.q_norm(q.contiguous()))
         q_plain, q_rope = torch.split(q.view(len(q), self.heads, -1), [shape.plain, shape.rope], dim=2)
         query = q.new_empty(len(q), self.heads, rank + shape.rope)
-        query[..., :rank] = torch.bmm(q_plain.transpose(0, 1), self._ups()[0]).transpose(0, 1)
+        query[..., :rank] = self.kv_up(q_plain)
         query[..., rank:] = self._rotated(q_rope, rotation)
         k = torch.cat((self.kv_norm(latent.contiguous()), self._rotated(k_rope[:, None], rotation)[:, 0]), dim=1)
         self.attn.write(k[:, None], None)
@@ -86,12 +84,8 @@ class LatentAttention(nn.Module):
         if wanted is not None:
             residual.keep(wanted)
             out = out.index_select(0, wanted)
-        values = torch.bmm(out.transpose(0, 1), self._ups()[1].transpose(1, 2)).transpose(0, 1)  # [tokens, heads, value]
+        values = self.kv_up.values(out)  # [tokens, heads, value]
         self.o_proj.add_to(residual, values.flatten(1))
-
-    def _ups(self) -> Sequence[torch.Tensor]:
-        """Return UK and UV of all heads: [heads, plain, kv_rank] and [heads, value, kv_rank]."""
-        return torch.split(self.kv_up.view(self.heads, -1, self.shape.kv_rank), [self.shape.plain, self.shape.value], dim=1)
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """x [tokens, heads, rope]: the order of the results' numbers is the same for q and k, and no other matters."""
@@ -108,6 +102,6 @@ class LatentAttention(nn.Module):
             yield WeightRule(f"{prefix}q_a_layernorm.weight", self.q_norm.weight)
             yield WeightRule(f"{prefix}q_b_proj.weight", self.q_up_proj.weight)
         yield WeightRule(f"{prefix}kv_a_layernorm.weight", self.kv_norm.weight)
-        yield WeightRule(f"{prefix}kv_b_proj.weight", self.kv_up)
+        yield WeightRule(f"{prefix}kv_b_proj.weight", self.kv_up.weight)
         for kind, weight in self.o_proj.named_parameters():
             yield WeightRule(f"{prefix}o_proj.{kind}", weight)
