@@ -30,6 +30,7 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
 }
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})  # out of files, processes or memory, perhaps temporarily
 RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # at the beginning of a message: the engine's name of structured-output parameters
+_PATH = re.compile(r"(?<![\w#/.$…-])(?!//|/v\d/)/(?:[^\s/'\"`,;:()\[\]{}<>|]+/)+(?=([^\s/'\"`,;:()\[\]{}<>|]*))")  # but its last name
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-zA-Z0-9_-]+)*")
 
 
@@ -41,6 +42,11 @@ class HttpError(DovetailError):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
+    @property
+    def told(self) -> str:
+        """The message as clients get it: without paths of the server."""
+        return without_paths(self.message)
+
     def response(self, path: str) -> Response:
         """Return the response in the format of the API at a path."""
         return Response(self.body(shape_for(path)), self.status, self.headers, "application/json")
@@ -49,19 +55,25 @@ class HttpError(DovetailError):
         return json.dumps(shape(self)).encode()  # ASCII, since a message may quote a lone surrogate
 
 
+def without_paths(text: str) -> str:
+    """Return a text with each absolute path of several names shortened to the last one. It may come from a client as well: which paths
+    exist isn't told by what is shortened. Paths of this server's API, which begin with /v1, stay."""
+    return _PATH.sub("…/", text)
+
+
 ErrorShape = Callable[[HttpError], dict[str, Any]]
 
 
 def openai_shape(error: HttpError) -> dict[str, Any]:
     """Return the error in OpenAI's format."""
     kind = _TYPES.get(error.status, ("server_error", ""))[0]
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": error.told, "type": kind, "param": error.param, "code": error.code}}
 
 
 def anthropic_shape(error: HttpError) -> dict[str, Any]:
     """Return the error in Anthropic's format."""
     kind = _TYPES.get(error.status, ("", "api_error"))[1]
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.told}}
 
 
 def shape_for(path: str) -> ErrorShape:

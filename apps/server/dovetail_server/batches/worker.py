@@ -27,7 +27,7 @@ from starlette.types import Message
 from dovetail.errors import describe
 from dovetail_server.batches.lines import BatchLine, answer_line, answered_in, error_line, request_at, scan
 from dovetail_server.batches.store import AnswersKind, BatchStore, derived_file_id, is_transient
-from dovetail_server.errors import HttpError, openai_shape
+from dovetail_server.errors import HttpError, openai_shape, without_paths
 from dovetail_server.protocol.batches import Batch, BatchError, BatchErrors, Counts
 from dovetail_server.settings import ServerSettings
 
@@ -196,7 +196,7 @@ class _Work:
                 raise
             logger.exception("%s has failed", self._id)  # retrying would fail again
             reason = reason_of(error) if isinstance(error, OSError) else describe(error)
-            batch.errors = BatchErrors([BatchError("internal_error", f"the server failed: {reason}")])
+            batch.errors = BatchErrors([BatchError("internal_error", without_paths(f"the server failed: {reason}"))])
             end = "failed"
         await self._in_thread(self._end, batch, end)
 

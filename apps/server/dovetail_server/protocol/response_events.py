@@ -94,7 +94,7 @@ class ResponseWriter:
     def error(self, error: HttpError) -> dict[str, Any]:
         """`ErrorShape` of the stream's last event."""
         number, self._events = self._events, self._events + 1
-        return {"type": "error", "code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
+        return {"type": "error", "code": error.code, "message": error.told, "param": error.param, "sequence_number": number}
 
     def take(self) -> bytes:
         chunks = b"".join(self._chunks)
