@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import dovetail_models
+from tests.clients.agents import served_agents
 
 PROGRAMS = Path(__file__).parent / "programs"
 DEMO = Path(dovetail_models.__file__).parent / "demo"
@@ -31,10 +32,14 @@ QUIET = {"HAYSTACK_TELEMETRY_ENABLED": "false", "LITELLM_LOCAL_MODEL_COST_MAP": 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: the packages of its environment, the first of which names its version. Its program is `programs/with_NAME.py` or `.mjs`."""
+    """A client: the packages of its environment, the first of which names its version. Its program is `programs/with_NAME.py` or `.mjs`.
+
+    A coding agent (`agent`) talks to a server that calls its shell, see `agents`. The program of an agent from npm runs it as a command.
+    """
 
     packages: tuple[str, ...]
     npm: bool = False
+    agent: bool = False
 
 
 CLIENTS = {
@@ -52,6 +57,10 @@ CLIENTS = {
     "lm-eval": Client(("lm-eval[api]", "transformers")),
     "guidellm": Client(("guidellm",)),
     "ai-sdk": Client(("ai", "@ai-sdk/openai-compatible", "zod"), npm=True),
+    "codex": Client(("@openai/codex",), npm=True, agent=True),
+    "claude-code": Client(("@anthropic-ai/claude-code",), npm=True, agent=True),
+    "opencode": Client(("opencode-ai",), npm=True, agent=True),
+    "aider": Client(("aider-chat",), agent=True),
 }
 
 
@@ -77,7 +86,8 @@ class Verdict:
 
 def program_of(name: str) -> Path:
     """Return the file with the checks of a client."""
-    return PROGRAMS / f"with_{name.replace('-', '_')}.{'mjs' if CLIENTS[name].npm else 'py'}"
+    client = CLIENTS[name]
+    return PROGRAMS / f"with_{name.replace('-', '_')}.{'mjs' if client.npm and not client.agent else 'py'}"
 
 
 def results_of(stdout: str) -> dict[str, str | None]:
@@ -127,6 +137,9 @@ def _npm_client(name: str, directory: Path, url: str) -> tuple[str, str]:
     packages = CLIENTS[name].packages
     _run(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", directory, *packages], INSTALL_S)
     version = json.loads((directory / "node_modules" / packages[0] / "package.json").read_text(encoding="utf-8"))["version"]
+    if CLIENTS[name].agent:
+        environment = {**os.environ, "PATH": f"{directory / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}"}
+        return version, _run([sys.executable, PROGRAMS / "run.py", program_of(name).stem, url], CHECKS_S, environment)
     program = shutil.copy(program_of(name), directory)  # Node looks for packages beside the program
     return version, _run(["node", program, url], CHECKS_S)
 
@@ -181,11 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in given.names if name not in CLIENTS]:
         parser.error(f"no client {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
     verdicts = []
-    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url:
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url, served_agents() as agents_url:
         for name in given.names or CLIENTS:
             print(f"{name} ...", file=sys.stderr)
             directory = (given.environments or Path(folder)) / name
-            verdicts.append(verdict_on(name, directory, url))
+            verdicts.append(verdict_on(name, directory, agents_url if CLIENTS[name].agent else url))
             if given.environments is None:
                 shutil.rmtree(directory, ignore_errors=True)
     print(table(verdicts))

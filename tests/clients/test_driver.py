@@ -11,6 +11,8 @@ import pytest
 
 from tests.clients import __main__ as driver
 from tests.clients.__main__ import CLIENTS, CONFIG_CHANGES, DEMO, Verdict, main, make_checkpoint, program_of, results_of, table, verdict_on
+from tests.clients.agents import WORD, answer_to
+from tests.clients.programs import agent
 from tests.docs.pages import DOCS
 
 
@@ -20,6 +22,18 @@ def test_each_client_has_a_program_and_a_row_of_the_page() -> None:
     assert sorted(rows) == sorted(CLIENTS)
     programs = {file.name for file in driver.PROGRAMS.iterdir() if file.name.startswith("with_")}
     assert programs == {program_of(name).name for name in CLIENTS}
+
+
+def test_agents_are_configured_as_documented_and_call_their_shell_once() -> None:
+    for title in ("~/.codex/config.toml", "opencode.json"):
+        assert "http://x:1/v1" in agent.block(title, "http://x:1")
+    for program, variable in (("claude", "ANTHROPIC_BASE_URL"), ("aider", "OPENAI_API_BASE")):
+        assert agent.command_line(program, "http://x:1")[0][variable].startswith("http://x:1")
+    assert agent.WORD == WORD
+    tools = '{"name": "exec_command"}\n<user>Say it\n<assistant>'
+    called = answer_to(tools)
+    assert '"exec_command"' in called.text
+    assert answer_to(f"{tools}{called.text}\n<tool>Output:\n{WORD}\n<assistant>").text == f"It said {WORD}."
 
 
 def test_results_are_the_last_line() -> None:

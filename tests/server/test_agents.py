@@ -548,6 +548,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {  # path, what is sent, what 
         {"tools": [{"type": "function", "name": "m__f"}, {"type": "namespace", "name": "m", "tools": [{"type": "function", "name": "f"}]}]},
         "two tools as 'm__f'",
     ),
+    "a long namespace": ("/v1/responses", {"tools": [{"type": "namespace", "name": "n" * 257, "tools": []}]}, "tools[0].name"),
     "a format of another kind": ("/v1/responses", {"tools": [{"type": "custom", "name": "x", "format": {"type": "yaml"}}]}, "tools[0].format"),
     "a search on the server": ("/v1/responses", {"tools": [{"type": "tool_search"}]}, "sees all tools"),
     "a found tool that is wrong": (

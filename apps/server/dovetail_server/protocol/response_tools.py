@@ -4,13 +4,14 @@ that take their input. `ResponseTools` says how a call of each is returned."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dovetail.checks import shown
 from dovetail_server.errors import HttpError
+from dovetail_server.parsers.json_call import MAX_NAME
 from dovetail_server.protocol.decoding import converted
 from dovetail_server.protocol.structured import ToolFunction
 from dovetail_server.protocol.tools import refuse_tool
@@ -46,7 +47,7 @@ class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
     """Functions and custom tools with a common name before theirs."""
 
     type: Literal["namespace"]
-    name: str
+    name: Annotated[str, Meta(max_length=MAX_NAME)]  # it is repeated for each tool
     description: str | None = None
     tools: list[dict[str, Any]]
 
