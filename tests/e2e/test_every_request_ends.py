@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import MinistralConfig, Qwen3Config
 
-from dovetail import LLMEngine, SamplingParams
+from dovetail import LLMEngine, RequestOutput, SamplingParams
 from dovetail.api.kv_cache import KVLayout
 from dovetail.lora import LoRARequest
 from tests.adapters import weights_of, write_adapter
@@ -97,7 +97,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def run(engine: LLMEngine, bench: Bench, cases: list[Case], aborts: list[tuple[int, int]]) -> list[list[list[int]]]:
     """Return the tokens of each sample of each case. `aborts`: (step, index of a case)."""
-    outputs = {}
+    outputs: dict[str, RequestOutput] = {}
     for index, case in enumerate(cases):
         adapter = None if case.adapter is None else bench.adapters[case.adapter]
         engine.add_request(str(index), list(case.prompt), case.params, lora_request=adapter)
@@ -123,7 +123,7 @@ def cases_of(chance: random.Random) -> list[Case]:
         length = chance.choice([chance.randint(1, 70), chance.randint(60, 80)])
         start = chance.choice([(), (7,) * 20])
         prompt = (*start, *(chance.randrange(1, 97) for _ in range(length)))[:length]
-        sampling = {"temperature": 0.0} if chance.random() < 0.5 else {"temperature": 0.8, "seed": chance.randrange(100)}
+        sampling: dict[str, Any] = {"temperature": 0.0} if chance.random() < 0.5 else {"temperature": 0.8, "seed": chance.randrange(100)}
         params = SamplingParams(
             n=chance.choice([1, 1, 1, 2, 3]) if sampling["temperature"] else 1,
             max_tokens=chance.randint(1, 16),
@@ -157,7 +157,7 @@ def test_every_request_ends_with_the_tokens_that_it_has_where_nothing_is_scarce(
             },
         }
         if chance.random() < 0.4:
-            config["speculation"] = {"drafter": "ngram"}
+            config["speculation"] = {"drafter": "ngram", "max_drafts": min(4, max_tokens - 1)}
         cases = cases_of(chance)
         aborts = [(chance.randint(0, 40), chance.randrange(len(cases))) for _ in range(chance.choice([0, 0, 2]))]
         with bench.engine(**config) as engine:
