@@ -15,7 +15,16 @@ from dovetail_server.parsers.registry import call_rule
 from tests.server.answers import KNOWN, parser_named
 from tests.support import examples
 
-FORMATS = [("hermes", ""), ("llama3_json", ""), ("mistral", ""), ("mistral", "[ARGS]")]
+FORMATS = [
+    ("hermes", ""),
+    ("llama3_json", ""),
+    ("mistral", ""),
+    ("mistral", "[ARGS]"),
+    ("deepseek_v3", ""),
+    ("deepseek_v3", "```json"),
+    ("kimi_k2", ""),
+    ("nemotron_h", ""),
+]
 NAMES = st.text("abcdefgh_-09", min_size=1, max_size=20)
 VALUES = st.dictionaries(st.text(max_size=5), st.none() | st.integers() | st.text(max_size=9) | st.lists(st.integers(), max_size=2), max_size=3)
 

@@ -23,6 +23,14 @@ def dovetail_components() -> list[ComponentSpec]:
             ("mistral", "MistralCalls", "Tool calls of Mistral's models: JSON after a mark"),
             ("qwen3_coder", "Qwen3CoderCalls", "Tool calls of Qwen3-Coder and Qwen3.5: tags with parameters"),
             ("glm45", "Glm45Calls", "Tool calls of GLM-4.5 to 4.7: tags with keys and values"),
+            ("minimax_m2", "MinimaxM2Calls", "Tool calls of MiniMax-M2: tags with parameters"),
+            ("deepseek_v3", "DeepseekV3Calls", "Tool calls of DeepSeek-V3, R1 and V3.1: JSON between marks"),
+            ("kimi_k2", "KimiK2Calls", "Tool calls of Kimi K2: JSON between marks"),
+            ("nemotron_h", "NemotronHCalls", "Tool calls of Nemotron-H and Nemotron Nano 2: an array between marks"),
+            ("gemma4", "Gemma4Calls", "Tool calls of Gemma 4: objects without quotes"),
+            ("functiongemma", "FunctiongemmaCalls", "Tool calls of FunctionGemma: objects without quotes"),
+            ("harmony", "HarmonyAnswer", "Tool calls and reasoning of gpt-oss: messages on channels"),
+            ("gemma4_thought", "Gemma4Reasoning", "Reasoning of Gemma 4: on the channel `thought`"),
             ("think", "ThinkReasoning", "Reasoning between <think> and </think>"),
         )
     ]

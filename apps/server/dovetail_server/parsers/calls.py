@@ -7,9 +7,14 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import Content, Event, ParserContext
-from dovetail_server.parsers.json_call import JsonCall
+from dovetail.api.parser import Content, Event, ParserContext, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.json_call import JsonCall, JsonValue
 from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
+
+
+def new_call_id() -> str:
+    """Return a call id in OpenAI's format."""
+    return "call_" + secrets.token_hex(12)
 
 
 class CallParser(OutputParser):
@@ -86,8 +91,16 @@ class CallParser(OutputParser):
         self._state = type(self).search
 
     def new_id(self) -> str:
-        """Return a call id in OpenAI's format."""
-        return "call_" + secrets.token_hex(12)
+        """Return an id for the next call."""
+        return new_call_id()
+
+    def write_arguments(self, text: str) -> None:
+        """Append to the current call's arguments."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, ToolCallArguments):
+            self._events[-1] = ToolCallArguments(self.index, last.text + text)
+        elif text:
+            self._events.append(ToolCallArguments(self.index, text))
 
     def begin_call(self, *, bare: bool = False) -> None:
         """Begin reading the object of a call."""
@@ -122,23 +135,99 @@ class CallParser(OutputParser):
         return pos
 
 
-_CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+class NamedCalls(CallParser):
+    """Parser of calls that write the name before the arguments, which are a JSON object."""
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self._value: JsonValue | None = None  # current arguments
+        self._ids: set[str] = set()  # of calls
+
+    @property
+    def in_call(self) -> bool:
+        return super().in_call or self._value is not None
+
+    def start_call(self, name: str, written_id: str | None = None) -> None:
+        """Emit a call's start, and read its arguments from here. `written_id`: the model's, which may repeat one."""
+        call_id = self.new_id() if written_id is None or written_id in self._ids else written_id
+        self._ids.add(call_id)
+        self._events.append(ToolCallStart(self.index, call_id, name))
+        self.lead = ""
+        self._value = JsonValue("{")
+        self._state = type(self).arguments
+
+    def arguments(self, text: str, pos: int) -> int:
+        """State: the arguments of a call."""
+        if self._value is None:
+            raise AssertionError("arguments are read that never began")
+        end = self._value.feed(text, pos)
+        self._events.append(ToolCallArguments(self.index, text[pos:end]))
+        if self._value.done:
+            self._value = None
+            self.index += 1
+            self.after_call(complete=True)
+        return end
+
+
+class ArrayCalls(CallParser):
+    """Parser of calls in an array after the mark."""
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self.in_array = False
+
+    def found(self, mark: str, lead: str) -> None:
+        """Expect an array after the mark."""
+        self.in_array = False
+        super().found(mark, lead)
+
+    def open_array(self, text: str, pos: int) -> int:
+        """State: the bracket of an array."""
+        self.in_array = True
+        self.lead += "["
+        self._state = type(self).expect
+        return pos + 1
+
+    def after_call(self, *, complete: bool) -> None:
+        """Continue the array."""
+        if self.in_array and complete:
+            self._state = type(self).after_element
+        else:
+            super().after_call(complete=complete)
+
+    def after_element(self, text: str, pos: int) -> int:
+        """State: after a call in an array."""
+        pos = after_space(text, pos)
+        if pos == len(text):
+            return pos
+        if text[pos] == ",":
+            self.lead = ","
+            self._state = type(self).expect
+            return pos + 1
+        self.in_array = False
+        super().after_call(complete=text[pos] == "]")
+        return pos + 1 if text[pos] == "]" else pos
 
 
 class ClosedCalls(CallParser):
-    """Parser of calls between `<tool_call>` and `</tool_call>`.
+    """Parser of calls between two marks.
 
-    Models forget the end mark, so a call ends before it: an end mark after a call is dropped, and text before that mark is content. The marks are
-    ordinary added tokens or plain text.
+    Models forget the end mark, so a call ends before it: an end mark after a call is dropped, and text before that mark is content.
     """
 
-    marks = Marks(_CALL_BEGIN)
-    _marks_after_call = Marks(_CALL_BEGIN, CALL_END)
+    begin: ClassVar[str] = "<tool_call>"
+    end: ClassVar[str] = "</tool_call>"
+    marks = Marks(begin)
+    _marks_after_call: ClassVar[Marks] = Marks(begin, end)
+
+    def __init_subclass__(cls) -> None:
+        cls.marks = Marks(cls.begin)
+        cls._marks_after_call = Marks(cls.begin, cls.end)
 
     def found(self, mark: str, lead: str) -> None:
         """Begin a call, or drop the previous call's end mark."""
         self.marks_now = self.marks
-        if mark == _CALL_BEGIN:
+        if mark == self.begin:
             super().found(mark, lead)
         else:
             self._state = type(self).skip_space
@@ -151,6 +240,6 @@ class ClosedCalls(CallParser):
     def finish(self) -> list[Event]:
         """Return the remaining events. A truncated end mark is markup, too."""
         begun = self._held.strip()
-        if self.marks_now is self._marks_after_call and begun and CALL_END.startswith(begun):
+        if self.marks_now is self._marks_after_call and begun and self.end.startswith(begun):
             self._held = ""
         return super().finish()

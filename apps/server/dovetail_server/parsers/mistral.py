@@ -11,19 +11,16 @@ import re
 import secrets
 import string
 
-from pydantic import BaseModel
-
-from dovetail.api.parser import CallForm, ParserCapabilities, ParserContext, ParserExample, ToolCallArguments, ToolCallStart
-from dovetail_server.parsers.calls import CallParser
-from dovetail_server.parsers.json_call import JsonValue
-from dovetail_server.parsers.pieces import Malformed, Marks, after_space
+from dovetail.api.parser import CallForm, ParserCapabilities, ParserExample
+from dovetail_server.parsers.calls import ArrayCalls, NamedCalls
+from dovetail_server.parsers.pieces import Malformed, Marks
 
 MAX_HEAD = 512  # characters of name, id and marks
 _HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
 _NOT_IN_HEAD = re.compile(r"[^A-Za-z0-9_.\-\[\] \t\r\n]")
 
 
-class MistralCalls(CallParser):
+class MistralCalls(ArrayCalls, NamedCalls):
     """All marks are special tokens. Ids are nine letters and digits: the templates reject others when the call is part of a conversation."""
 
     capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=(("[TOOL_CALLS]",),))
@@ -59,60 +56,22 @@ class MistralCalls(CallParser):
     )
     marks = Marks("[TOOL_CALLS]")
 
-    def __init__(self, options: BaseModel, context: ParserContext) -> None:
-        super().__init__(options, context)
-        self._in_array = False  # of the older format
-        self._value: JsonValue | None = None  # current arguments, in the newer format
-        self._ids: set[str] = set()  # that the model has written
-
     @classmethod
     def call_form(cls, template: str) -> CallForm:
         if "[ARGS]" in template:
             return CallForm(lambda name: (f"[TOOL_CALLS]{name}[ARGS]", ""), "[TOOL_CALLS]")
         return CallForm(_around_in_array, "[TOOL_CALLS]", single=True)
 
-    @property
-    def in_call(self) -> bool:
-        return super().in_call or self._value is not None
-
     def new_id(self) -> str:
         """Return an id for a call without one."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
-    def found(self, mark: str, lead: str) -> None:
-        """Expect an array or a name after the mark."""
-        self._in_array = False
-        super().found(mark, lead)
-
     def begins_call(self, char: str) -> bool:
         """Distinguish the two formats, and begin the objects of an array."""
-        if self._in_array:
+        if self.in_array:
             return super().begins_call(char)
         self._state = type(self).open_array if char == "[" else type(self).head
         return True
-
-    def open_array(self, text: str, pos: int) -> int:
-        """State: the bracket of an array."""
-        self._in_array = True
-        self.lead += "["
-        self._state = type(self).expect
-        return pos + 1
-
-    def after_call(self, *, complete: bool) -> None:
-        """Continue the array."""
-        self._state = type(self).after_element if complete else type(self).search
-
-    def after_element(self, text: str, pos: int) -> int:
-        """State: after a call in an array."""
-        pos = after_space(text, pos)
-        if pos == len(text):
-            return pos
-        if text[pos] == ",":
-            self.lead = ","
-            self._state = type(self).expect
-            return pos + 1
-        self._state = type(self).skip_space if text[pos] == "]" else type(self).search
-        return pos + 1 if text[pos] == "]" else pos
 
     def head(self, text: str, pos: int) -> int:
         """State: the name, and optional marks before the arguments."""
@@ -127,24 +86,7 @@ class MistralCalls(CallParser):
             end = stranger.start() if stranger else end
             self.refuse(text[pos:end])
             return end
-        call_id = self.new_id() if head[2] is None or head[2] in self._ids else head[2]  # it may repeat one
-        self._ids.add(call_id)
-        self._events.append(ToolCallStart(self.index, call_id, head[1]))
-        self.lead = ""
-        self._value = JsonValue("{")
-        self._state = type(self).arguments
-        return end
-
-    def arguments(self, text: str, pos: int) -> int:
-        """State: the arguments of a call."""
-        if self._value is None:
-            raise AssertionError("arguments are read that never began")
-        end = self._value.feed(text, pos)
-        self._events.append(ToolCallArguments(self.index, text[pos:end]))
-        if self._value.done:
-            self._value = None
-            self.index += 1
-            self._state = type(self).skip_space
+        self.start_call(head[1], head[2])
         return end
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 from dovetail.api.parser import ParserCapabilities, ParserExample
-from dovetail_server.parsers.json_call import MAX_NAME
 from dovetail_server.parsers.pieces import Malformed
-from dovetail_server.parsers.tagged import TaggedCalls, tag_at
+from dovetail_server.parsers.tagged import FunctionTagCalls
 
 _FUNCTION = "<function="
-_NAME = re.compile(r'[^\s<>{}"]+')
 
 
-class Qwen3CoderCalls(TaggedCalls):
+class Qwen3CoderCalls(FunctionTagCalls):
     """Tags and values are on separate lines. The marks are ordinary added tokens or plain text."""
 
     capabilities = ParserCapabilities(calls=True, templates=(("<tool_call>", _FUNCTION),))
@@ -66,27 +62,10 @@ class Qwen3CoderCalls(TaggedCalls):
             ParserExample("<function=f></function></tool_call>", "<function=f></function></tool_call>"),
         ),
     )
+    function_begin = _FUNCTION
+    function_end = ">"
     key_begin = "<parameter="
     key_end = ">"
     value_end = "</parameter>"
     call_ends = ("</function>", "</tool_call>")
     lines = True
-
-    def begins_call(self, char: str) -> bool:
-        """Accept the first character of a tag; the tag decides."""
-        if char == "<":
-            self._state = type(self).function
-        return char == "<"
-
-    def function(self, text: str, pos: int) -> int:
-        """State: the tag with the function's name."""
-        tag = tag_at(text, pos, (_FUNCTION,))
-        begin = pos + len(_FUNCTION)
-        end = text.find(">", begin, begin + MAX_NAME + 1)
-        if tag == "" or (tag and end < 0 and len(text) - begin <= MAX_NAME):
-            return self.hold(text, pos)
-        if tag is None or end < 0 or not _NAME.fullmatch(text, begin, end):
-            self.refuse("")
-            return pos
-        self.start_call(text[begin:end])
-        return end + 1

@@ -18,6 +18,7 @@ from dovetail.registry.registry import AUTO, Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.where import Where
 from dovetail_server.engine import ServedEngine
+from dovetail_server.parsers import vllm_names
 from dovetail_server.parsers.reader import AnswerParser, GuardedParser, ParserChoice
 from dovetail_server.settings import ServerSettings
 
@@ -26,7 +27,24 @@ logger = logging.getLogger("dovetail.server")
 Tool = tuple[str, Mapping[str, Any]]  # a function's name, the JSON Schema of its arguments
 Finds = Literal["calls", "reasoning"]  # what a parser may find, as fields of its capabilities
 
-_ORDER = ("qwen3_coder", "glm45", "hermes", "mistral", "llama3_json", "think")  # of built-ins; the first that matches, since they share marks
+# Of built-in parsers, the first that matches is chosen: formats share marks.
+_ORDER = (
+    "harmony",
+    "deepseek_v3",
+    "kimi_k2",
+    "minimax_m2",
+    "gemma4",
+    "functiongemma",
+    "nemotron_h",
+    "qwen3_coder",
+    "glm45",
+    "hermes",
+    "mistral",
+    "llama3_json",
+    "gemma4_thought",
+    "think",
+)
+_VLLM_NAMES: Mapping[Finds, Mapping[str, str | None]] = {"calls": vllm_names.CALLS, "reasoning": vllm_names.REASONING}
 _SETTINGS: Mapping[Finds, str] = {"calls": "tool_parser", "reasoning": "reasoning_parser"}
 
 
@@ -49,7 +67,7 @@ class KnownParsers:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         known = {component.spec.name: component for component in registry.components("parser") if component.origin.built_in}
-        self._built_ins = [_chosen(known[name]) for name in _ORDER if name in known]
+        self.built_ins = [_chosen(known[name]) for name in _ORDER if name in known]
         self._others: list[ParserChoice] | None = None  # until a template matches no built-in
 
     def named(self, finds: Finds, choice: str) -> ParserChoice:
@@ -64,17 +82,27 @@ class KnownParsers:
                 raise ConfigError(where.says(f"can't read {shown(choice)}: {error}")) from None
         if not isinstance(name, str):
             raise ConfigError(where.says(f"expected a parser's name, or a mapping with `name` and its options, got {shown(choice)}"))
-        parser = _chosen(self._registry.resolve("parser", name, options, where))
+        parser = _chosen(self._registry.resolve("parser", self._own_name(finds, name, where), options, where))
         if not getattr(parser.capabilities, finds):
-            able = [one.name for one in (*self._built_ins, *self._of_plugins()) if getattr(one.capabilities, finds)]
+            able = [one.name for one in (*self.built_ins, *self._of_plugins()) if getattr(one.capabilities, finds)]
             what = "tool calls" if finds == "calls" else "reasoning"
             raise ConfigError(where.says(f"parser {parser.name} doesn't find {what}; parsers that do: {', '.join(able)}"))
         return parser
 
+    def _own_name(self, finds: Finds, name: str, where: Where) -> str:
+        """Return the name of the parser for one of vLLM's, any other name as it is. Raises `ConfigError` if no parser reads its format."""
+        if any(name in (one.spec.name, one.qualified_name) for one in self._registry.components("parser") if not one.origin.built_in):
+            return name
+        own = _VLLM_NAMES[finds].get(name, name)
+        if own is None:
+            told = f"no built-in parser reads the format of vLLM's parser {name}: install a plugin that does, or `null` returns such text as content"
+            raise ConfigError(where.says(told))
+        return own
+
     def matching(self, finds: Finds, template: str) -> ParserChoice | None:
         """Return the parser that matches a chat template: the first built-in one, otherwise a plugin's. Raises `ConfigError` if parsers of several
         plugins match."""
-        if (built_in := next((one for one in self._built_ins if _matches(one, finds, template)), None)) is not None or not template:
+        if (built_in := next((one for one in self.built_ins if _matches(one, finds, template)), None)) is not None or not template:
             return built_in
         others = [one for one in self._of_plugins() if _matches(one, finds, template)]
         if len(others) > 1:

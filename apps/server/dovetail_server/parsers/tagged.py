@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import ClassVar, NoReturn
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import MAX_HELD, Event, ParserContext, ToolCallArguments, ToolCallStart
-from dovetail_server.parsers.calls import CALL_END, ClosedCalls
+from dovetail.api.parser import MAX_HELD, Event, ParserContext, ToolCallStart
+from dovetail_server.parsers.calls import ClosedCalls
 from dovetail_server.parsers.json_call import MAX_NAME
 from dovetail_server.parsers.pieces import MAX_SPACE, after_space
 from dovetail_server.parsers.schema_kinds import Parameters, Reading
 
 QUOTE = '"'
+_NAME = re.compile(r'[^\s<>{}"]+')
 _UNCERTAIN = -1  # more text is needed
 _AS_IN_PYTHON = {"True": "true", "False": "false", "None": "null"}  # some models write Python's constants
 
@@ -82,10 +84,11 @@ class TaggedCalls(ClosedCalls):
         if tag == self.key_begin:
             self._state = type(self).key
         else:
-            self._write("{}" if self._first else "}")
+            self.write_arguments("{}" if self._first else "}")
             self._end_call(complete=True)
-            if tag == CALL_END:
+            if tag == self.end:
                 self.marks_now = self.marks  # already seen
+                self._state = type(self).skip_space
         return pos + len(tag)
 
     def key(self, text: str, pos: int) -> int:
@@ -129,7 +132,7 @@ class TaggedCalls(ClosedCalls):
         self._grow(text[pos:content_end])
         if length == _UNCERTAIN:
             return self.hold(text, content_end)
-        self._write(self._held_value() if self._holds else QUOTE)
+        self.write_arguments(self._held_value() if self._holds else QUOTE)
         self._value.clear()
         self._state = type(self).between
         return end + length
@@ -168,7 +171,7 @@ class TaggedCalls(ClosedCalls):
         self._reading = self._parameters.reading(self._function or "", self._key)
         self._holds = not self._reading.is_text or bool(self._reading.constants)
         self._value_size = 0
-        self._write(f"{'{' if self._first else ', '}{_quoted(self._key)}: {'' if self._holds else QUOTE}")
+        self.write_arguments(f"{'{' if self._first else ', '}{quoted(self._key)}: {'' if self._holds else QUOTE}")
         self._first = False
         self._state = type(self).first_line if self.lines else type(self).value
 
@@ -181,8 +184,8 @@ class TaggedCalls(ClosedCalls):
             self._holds = False
             piece = "".join(self._value)
             self._value.clear()
-            self._write(QUOTE)
-        self._write(_quoted(piece)[1:-1])
+            self.write_arguments(QUOTE)
+        self.write_arguments(quoted(piece)[1:-1])
 
     def _may_be_other(self) -> bool:
         """Return True if the held text may not be a string."""
@@ -190,20 +193,55 @@ class TaggedCalls(ClosedCalls):
 
     def _held_value(self) -> str:
         text = "".join(self._value)
-        return (self._reading.constants.get(text.strip()) or _quoted(text)) if self._reading.is_text else _json(text)
-
-    def _write(self, text: str) -> None:
-        """Append to the call's arguments."""
-        last = self._events[-1] if self._events else None
-        if isinstance(last, ToolCallArguments):
-            self._events[-1] = ToolCallArguments(self.index, last.text + text)
-        elif text:
-            self._events.append(ToolCallArguments(self.index, text))
+        return (self._reading.constants.get(text.strip()) or quoted(text)) if self._reading.is_text else as_json(text)
 
     def _end_call(self, *, complete: bool) -> None:
         self._function = None
         self.index += 1
         self.after_call(complete=complete)
+
+
+class FunctionTagCalls(TaggedCalls):
+    """Formats with a tag that names the function. Several functions may follow a mark."""
+
+    function_begin: ClassVar[str]
+    function_end: ClassVar[str]
+
+    def begins_call(self, char: str) -> bool:
+        """Accept the first character of a tag; the tag decides."""
+        if char == "<":
+            self._state = type(self).function
+        return char == "<"
+
+    def function(self, text: str, pos: int) -> int:
+        """State: the tag with the function's name."""
+        tag = tag_at(text, pos, (self.function_begin,))
+        begin = pos + len(self.function_begin)
+        end = text.find(self.function_end, begin, begin + MAX_NAME + len(self.function_end))
+        if tag == "" or (tag and end < 0 and len(text) - begin < MAX_NAME + len(self.function_end)):
+            return self.hold(text, pos)
+        if tag is None or end < 0 or not _NAME.fullmatch(text, begin, end):
+            self.refuse("")
+            return pos
+        self.start_call(text[begin:end])
+        return end + len(self.function_end)
+
+    def after_call(self, *, complete: bool) -> None:
+        """Expect another function."""
+        super().after_call(complete=complete)
+        if complete:
+            self._state = type(self).next_function
+
+    def next_function(self, text: str, pos: int) -> int:
+        """State: whitespace, and perhaps the tag of another function."""
+        pos = after_space(text, pos)
+        if pos == len(text):
+            return pos
+        tag = tag_at(text, pos, (self.function_begin,))
+        if tag == "":
+            return self.hold(text, pos)
+        self._state = type(self).search if tag is None else type(self).function
+        return pos
 
 
 def tag_at(text: str, pos: int, tags: tuple[str, ...]) -> str | None:
@@ -228,17 +266,18 @@ def _tags_at(text: str, pos: int, tags: Sequence[str]) -> int | None:
     return 0
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as JSON's string."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(text: str) -> str:
+def as_json(text: str) -> str:
     """Return a value as JSON."""
     value = text.strip()
     try:
         json.loads(value, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return _AS_IN_PYTHON.get(value) or _quoted(text)
+        return _AS_IN_PYTHON.get(value) or quoted(text)
     return value
 
 

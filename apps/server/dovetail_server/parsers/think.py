@@ -1,14 +1,13 @@
-"""Reasoning between `<think>` and `</think>` at the beginning of an answer, as written by Qwen3, DeepSeek-R1 and many other models."""
+"""Reasoning between two marks at the beginning of an answer: `<think>` and `</think>`, as written by Qwen3, DeepSeek-R1 and many other models."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from pydantic import BaseModel
 
 from dovetail.api.parser import Event, ParserCapabilities, ParserContext, ParserExample, Reasoning
 from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
-
-_BEGIN, _END = "<think>", "</think>"
-_END_MARK = Marks(_END)
 
 
 class ThinkReasoning(OutputParser):
@@ -18,8 +17,10 @@ class ThinkReasoning(OutputParser):
     If the prompt ended with `<think>` and the model repeats it, the repetition is dropped.
     """
 
-    capabilities = ParserCapabilities(reasoning=(_BEGIN, _END), templates=((_BEGIN,), (_END,)))
-    examples = (
+    begin: ClassVar[str] = "<think>"
+    end: ClassVar[str] = "</think>"
+    capabilities = ParserCapabilities(reasoning=(begin, end), templates=((begin,), (end,)))
+    examples: ClassVar[tuple[ParserExample, ...]] = (
         ParserExample("Hi.", "Hi."),
         ParserExample("<think>\na\n</think>\n\nb", "b", "a"),
         ParserExample("<think></th </think> <think>c</think>", "<think>c</think>", "</th"),
@@ -31,6 +32,7 @@ class ThinkReasoning(OutputParser):
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
         super().__init__(options, context)
         self._inside = context.starts_in_reasoning
+        self._end_mark = Marks(self.end)
 
     @property
     def in_reasoning(self) -> bool:
@@ -47,12 +49,12 @@ class ThinkReasoning(OutputParser):
     def search(self, text: str, pos: int) -> int:
         """State: the beginning of the answer."""
         begin = after_space(text, pos)
-        head = text[begin : begin + len(_BEGIN)]
-        if head == _BEGIN:
+        head = text[begin : begin + len(self.begin)]
+        if head == self.begin:
             self._inside = True
             self._state = type(self).skip_space_inside
-            return begin + len(_BEGIN)
-        if begin - pos <= MAX_SPACE and _BEGIN.startswith(head) and begin + len(head) == len(text):
+            return begin + len(self.begin)
+        if begin - pos <= MAX_SPACE and self.begin.startswith(head) and begin + len(head) == len(text):
             return self.hold(text, pos)
         self._state = type(self).skip_space_inside if self._inside else type(self).rest
         return pos
@@ -66,8 +68,8 @@ class ThinkReasoning(OutputParser):
 
     def reason(self, text: str, pos: int) -> int:
         """State: reasoning, up to its end mark."""
-        match = _END_MARK.find(text, pos)
-        end = without_space(text, pos, match.start() if match else _END_MARK.certain(text, pos))
+        match = self._end_mark.find(text, pos)
+        end = without_space(text, pos, match.start() if match else self._end_mark.certain(text, pos))
         self._reason(text[pos:end])
         if match is None:
             return self.hold(text, end)

@@ -27,7 +27,7 @@ from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.decoding import unsupported
 from dovetail_server.protocol.messages import MessagesRequest
 from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json
-from dovetail_server.protocol.reasoning import AskedReasoning
+from dovetail_server.protocol.reasoning import EFFORT, AskedReasoning
 from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.protocol.structured import CallDemand
 from dovetail_server.streams import EventStream
@@ -232,6 +232,7 @@ def _reasons_first(exchange: Exchange, options: ChatOptions, prompt: TokenizedTe
     if opens_reasoning(prompt.text, marks) or prompt.text.rstrip().endswith(marks[1].rstrip()):
         return opens_reasoning(prompt.text, marks)
     variables = dict(options.chat_template_kwargs or {})
-    if False in (variables.get("enable_thinking"), variables.get("thinking")):
+    if False in (variables.get("enable_thinking"), variables.get("thinking")) or variables.get(EFFORT) == "none":
         return False
-    return parsing.expects_reasoning or "enable_thinking" in parsing.template(options.chat_template)
+    template = parsing.template(options.chat_template)
+    return parsing.expects_reasoning or "enable_thinking" in template or EFFORT in template
