@@ -32,7 +32,7 @@ def test_a_chain_that_is_longer_than_a_stack_is_followed(spec: GrammarSpec, text
     assert at(backend("llguidance").compile(spec), text) is not None
 
 
-@pytest.mark.slow  # a second and more each: the longest texts that may be compiled
+@pytest.mark.slow("compiles the longest texts that may be compiled")
 @pytest.mark.parametrize("make", [chain_of_rules, chain_of_schemas])
 def test_the_longest_chain_that_the_limit_of_characters_allows_is_followed(make: object) -> None:
     most, count = Limits().max_grammar_chars, 3_000

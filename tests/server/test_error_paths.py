@@ -71,7 +71,7 @@ async def test_whatever_is_raised_is_told_without_paths(fake: Callable[..., Fake
         check(await http.get("/health"))
 
 
-@pytest.mark.slow  # processes that read adapters and render templates are started
+@pytest.mark.slow("starts processes that read adapters and render templates")
 def test_requests_of_each_kind_that_fail_on_a_real_server(tmp_path: Path) -> None:
     model, adapters, batches = tmp_path / "model", tmp_path / "adapters", tmp_path / "batches"
     shutil.copytree(DEMO, model)
