@@ -271,7 +271,7 @@ def test_texts_are_those_of_all_tokens_but_special_ones_and_eos(tmp_path: Path) 
         ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
         ({"max_new_tokens": 4}, "max_new_tokens: the name for this is max_tokens"),
         ({"length_penality": 1.0}, "length_penality: unknown beam search parameter, did you mean length_penalty?"),
-        ({"structured_outputs": None}, "structured_outputs: unknown beam search parameter; valid are beam_width, max_tokens"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs: beams follow no rule"),
         ({"top_p": 0.5}, "top_p: unknown beam search parameter; valid are beam_width, max_tokens"),
     ],
     ids=str,
@@ -314,7 +314,7 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_computed(
 def test_a_request_for_beams_is_answered_with_their_call(llm: LLM) -> None:
     call = re.escape("use_beam_search: beams have a call of their own: LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))")
     with pytest.raises(RequestError, match=f"^{call}$"):
-        SamplingParams(use_beam_search=True, best_of=4)  # type: ignore[call-arg]
+        SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
     with pytest.raises(RequestError, match=call.replace("search:", "search=True:")):
         llm.generate("A", use_beam_search=True)
     with pytest.raises(RequestError, match=r"^length_penalty: beams have a call of their own"):

@@ -83,9 +83,9 @@ def test_a_program_in_the_shape_of_the_example_runs(llm: LLM) -> None:
 
 def test_a_program_in_the_shape_of_the_benchmark_runs(llm: LLM) -> None:
     source = random.Random(0)
-    prompts = [[source.randint(0, 1000) for _ in range(source.randint(5, 40))] for _ in range(8)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=source.randint(3, 12)) for _ in prompts]
-    llm.generate(["Benchmark: "], SamplingParams())
+    prompts = [[source.randint(0, 1000) for _ in range(source.randint(5, 40))] for _ in range(5)]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=source.randint(3, 8)) for _ in prompts]
+    llm.generate(["Benchmark: "], SamplingParams(max_tokens=2))
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == [one.max_tokens for one in params]
 
