@@ -214,6 +214,16 @@ def vllm_groups() -> str:
     return "\n".join(rows)
 
 
+def vllm_examples() -> str:
+    """Return a table of vLLM's offline examples: which run, which are refused, and which need a package that isn't installed."""
+    known = json.loads((Path(__file__).parents[1] / "docs" / "assets" / "vllm_examples.json").read_text(encoding="utf-8"))
+    rows = [f"| example of vLLM {known['version']} | | |", "|---|---|---|"]
+    for name, row in known["examples"].items():
+        why = row["why"].replace("|", "\\|").replace("<", "&lt;")
+        rows.append(f"| `{name.removesuffix('_offline')}` | {row['verdict']} | {f'`{why}`' if row['verdict'] == 'needs' else why} |")
+    return "\n".join(rows)
+
+
 def vllm_flags() -> str:
     """Return a table of the flags of vLLM's server that have another name here, or none."""
     from dovetail_server.vllm_flags import GROUPS as FLAG_GROUPS
@@ -423,6 +433,7 @@ PIECES: dict[str, Callable[[], str]] = {
     **{f"keys of {table.file}": partial(file_keys, table) for table in FILE_KEYS},
     "vllm arguments": vllm_arguments,
     "vllm groups": vllm_groups,
+    "vllm examples": vllm_examples,
     "vllm flags": vllm_flags,
     **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},
     "help": help_text,

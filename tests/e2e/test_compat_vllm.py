@@ -4,6 +4,7 @@ instead; the page lists which."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools import docs_hooks
 from tqdm import tqdm
 
 import dovetail
@@ -371,11 +373,15 @@ def test_a_program_that_cannot_run_is_told_what_to_do_instead(name: str, monkeyp
     assert "did you mean" not in str(refused.value)
 
 
-def test_the_page_says_which_programs_run() -> None:
-    page = (DOCS / "coming-from-vllm.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z0-9_/]+)` \| (runs|refused)", page.partition("## Change the import")[2], re.MULTILINE))
-    assert rows == {**dict.fromkeys(RUNS, "runs"), **dict.fromkeys(REFUSED, "refused")}
-    assert len(rows) == 43
+def test_the_page_lists_what_became_of_each_example_and_none_is_broken() -> None:
+    listed = json.loads((DOCS / "assets" / "vllm_examples.json").read_text(encoding="utf-8"))["examples"]
+    page = docs_hooks.fill_in((DOCS / "coming-from-vllm.md").read_text(encoding="utf-8"))
+    for name, row in listed.items():
+        assert row["verdict"] in ("runs", "refused", "needs"), name
+        assert bool(row["why"]) == (row["verdict"] != "runs"), name
+        assert f"| `{name.removesuffix('_offline')}` | {row['verdict']} |" in page
+    for name in ("embed_matryoshka_fy", "sequence_reward", "token_reward"):
+        assert any(name in example and row["verdict"] == "runs" for example, row in listed.items())
 
 
 # Modules and names
@@ -687,3 +693,10 @@ def test_prompts_may_have_keys_without_a_value(theirs: Any) -> None:
     assert one["token_ids"] == theirs.generate("ROMEO:", FOUR)[0]["token_ids"]
     with pytest.raises(RequestError, match="multi_modal_data"):
         theirs.generate({"prompt": "ROMEO:", "multi_modal_data": {"image": 1}}, FOUR)
+
+
+def test_each_prompt_may_have_a_priority(theirs: Any) -> None:
+    assert len(theirs.generate(["ROMEO:", "JULIET:"], FOUR, priority=[1, 0])) == 2
+    assert len(theirs.generate(["ROMEO:", "JULIET:"], FOUR, priority=3)) == 2
+    with pytest.raises(RequestError, match="priority must be one or one for each prompt"):
+        theirs.generate(["ROMEO:", "JULIET:"], FOUR, priority=[1])
