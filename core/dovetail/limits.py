@@ -34,7 +34,8 @@ class Limits(BaseModel):
     it is joined with."""
 
     max_answer_bytes: Count = 128 * 2**20
-    """The most bytes of all embeddings or scores of one HTTP answer: a number counts 16 as text, and 16/3 as base64."""
+    """The most bytes of the numbers of one HTTP answer. A number of an embedding counts 16 as text, and 16/3 as base64; a log-probability counts 128
+    unless it is streamed, and a prompt's token that the answer repeats counts 8."""
 
     max_samples: Count = 4096
     """The most samples of one HTTP request: its prompts times `n`."""

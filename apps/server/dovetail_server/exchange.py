@@ -30,6 +30,7 @@ from dovetail.pooling import PoolingParams, PoolingRequestOutput
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket, receive_body
+from dovetail_server.answer_size import with_bounded_answer
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
@@ -213,6 +214,7 @@ class Exchange:
         self._client: str | None = None  # from the body
         self._listeners: dict[str, OutputListener] = {}  # by the engine's request id
         self.on_finished: Callable[[], None] = lambda: None  # called after the last output, to write final events
+        self.prompt_copies = 1  # in the answer, if it repeats the prompt
         self._left = 0  # listeners that haven't ended
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -356,6 +358,9 @@ class Exchange:
         `attended` raises, and the error of the first request that fails before an event was written."""
         async with self.attended():
             tokens = [_tokens_of(prompt) for prompt, _ in requests]
+            if isinstance(params, SamplingParams):
+                facts, streamed = self.engine.info.intake, self.stream is not None
+                params = with_bounded_answer(params, tokens, facts, copies=self.prompt_copies, streamed=streamed)
             if self._ticket is None:  # otherwise it has been admitted already
                 self.check_open()
             self._leave()

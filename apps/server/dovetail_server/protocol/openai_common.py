@@ -16,6 +16,7 @@ from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
 from dovetail.sampling_params import BEAM_SEARCH, OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
+from dovetail_server.json_parts import Items
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, given
@@ -229,16 +230,16 @@ def escaped(spelled: bytes) -> str:
     return "".join([f"\\x{byte:02x}" for byte in spelled])
 
 
-def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> list[dict[str, Any] | None] | None:
-    """Return the log-probabilities of a prompt's tokens, by token id; null for the first."""
+def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> Items | None:
+    """Return the log-probabilities of a prompt's tokens, by token id; null for the first. They are made one by one."""
     if prompt_logprobs is None:
         return None
-    return [
+    return Items(
         None
         if position is None
         else {str(token): {"logprob": at_least(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token} for token, one in position.items()}
         for position in prompt_logprobs
-    ]
+    )
 
 
 class Conversation(NamedTuple):

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from dovetail.api.parser import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail_server.exchange import Endpoint, Exchange, new_id
+from dovetail_server.json_parts import Fields, Items
 from dovetail_server.parsers.reader import AnswerReader, reasoning_tokens_of
 from dovetail_server.protocol.answer_parts import AnswerParts, PartKind
 from dovetail_server.protocol.chat import ChatRequest
@@ -30,7 +31,7 @@ async def chat(exchange: Exchange) -> None:
         exchange.on_finished = lambda: stream.finish([choices])
     await ready.run(choices, name)
     if stream is None:
-        await exchange.reply({**head, **choices.whole(), "usage": usage_of([choices])})
+        await exchange.reply_in_parts(Fields({**head, **choices.whole(), "usage": usage_of([choices])}))
 
 
 @dataclass(slots=True)
@@ -94,7 +95,8 @@ class ChatChoices(Choices):
 
     def whole(self) -> dict[str, Any]:
         """Return the finished choices, and what belongs to the prompt."""
-        whole: dict[str, Any] = {"choices": [self._whole(index, state) for index, state in enumerate(self._samples)]}
+        choices = (self._whole(index, state) for index, state in enumerate(self._samples))
+        whole: dict[str, Any] = {"choices": Items(map(Fields, choices))}
         if self._last is not None and self._body.prompt_logprobs is not None:
             whole["prompt_logprobs"] = prompt_logprobs_json(self._last.prompt_logprobs)
         if self._last is not None and self._token_ids:
@@ -112,7 +114,7 @@ class ChatChoices(Choices):
     def _whole(self, index: int, state: _Sample) -> dict[str, Any]:
         whole = self._choice(index, message=message_json(state.parts))
         if self._top is not None:
-            whole["logprobs"] = {"content": state.logprobs, "refusal": None}
+            whole["logprobs"] = Fields({"content": Items(state.logprobs), "refusal": None})
         if state.last is not None:
             whole |= {"finish_reason": state.finish_reason(state.last), "stop_reason": state.last.stop_reason}
         return whole | ({"token_ids": state.token_ids} if self._token_ids else {})

@@ -13,6 +13,7 @@ from dovetail.front.token_texts import texts_of_prompt, unwritten
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
 from dovetail_server.exchange import Endpoint, Exchange, new_id
+from dovetail_server.json_parts import Fields, Items
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.openai_common import at_least, engine_fields, escaped, likeliest, prompt_logprobs_json, token_bytes
 from dovetail_server.protocol.structured import read_demand
@@ -27,6 +28,7 @@ async def completions(exchange: Exchange) -> None:
     demand = read_demand(body, body.response_format)
     params = constrained(exchange, params, demand.param, demand.rule)
     exchange.check_samples(len(prompts), params.n)
+    exchange.prompt_copies = params.n if body.echo or body.return_token_ids else 1
     prompts = await exchange.made(exchange.engine.source(prompts, cut=cuts(params)))
     name = new_id("cmpl")
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
@@ -37,7 +39,7 @@ async def completions(exchange: Exchange) -> None:
     await exchange.run(name, params, engine_fields(body, exchange.engine), list(zip(prompts, listeners, strict=True)))
     if stream is None:
         choices = [choice for listener in listeners for choice in listener.whole()]
-        await exchange.reply({**head, "choices": choices, "usage": usage_of(listeners)})
+        await exchange.reply_in_parts(Fields({**head, "choices": Items(map(Fields, choices)), "usage": usage_of(listeners)}))
 
 
 class Logprobs:
