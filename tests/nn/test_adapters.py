@@ -15,11 +15,12 @@ from dovetail.errors import DovetailError
 from dovetail.nn import adapters
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.adapters import LayerAdapters, Outputs, StepAdapters
+from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.mxfp4 import Mxfp4Format
-from dovetail.nn.linear import GateUpParallelLinear, RowParallelLinear
+from dovetail.nn.linear import GateUpParallelLinear, LatentUpLinear, RowParallelLinear
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.residual import Residual
 from dovetail.runtime.parallel import SINGLE
@@ -146,3 +147,39 @@ def test_adapters_add_to_the_products_of_any_format_before_the_gate(name: str) -
     assert_rounded(got, expected, 2 * (inputs + inner))
     assert not torch.allclose(got[1], plain.summed()[1], atol=1e-2)
     assert_rounded(got[slots == 0], plain.summed()[slots == 0], 2 * (inputs + inner))
+
+
+@pytest.mark.skipif(ON_GPU, reason="compares float32")
+def test_adapters_of_a_matrix_with_two_sides_are_those_of_its_sum() -> None:
+    """Of each token: queries times the matrix of K, and sums of latents times that of V, as of W + B A."""
+    latent, heads, key, value = 12, 3, 4, 6
+    layer = LatentUpLinear(latent, heads, key, value, BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention))
+    torch.manual_seed(0)
+    layer.weight.data.normal_()
+    layer.adapters = bank(latent, (heads * (key + value),), (0,), 2, 16, torch.float32)
+    slots = torch.tensor([2, 0, 1, 2], dtype=torch.int32, device=DEVICE)
+    q, sums = torch.randn(4, heads, key, device=DEVICE), torch.randn(4, heads, latent, device=DEVICE)
+    with layer.adapters.step.of_tokens(slots):
+        found, values = layer(q), layer.values(sums)
+    for token, slot in enumerate(slots.tolist()):
+        whole = (layer.weight + layer.adapters.b[slot] @ layer.adapters.a[slot]).view(heads, key + value, latent)
+        torch.testing.assert_close(found[token], torch.einsum("hk,hkl->hl", q[token], whole[:, :key]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values[token], torch.einsum("hl,hvl->hv", sums[token], whole[:, key:]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(ON_GPU, reason="compares float32")
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_add_to_logits_and_not_to_embeddings(tied: bool) -> None:
+    context = BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention)
+    embedding = VocabParallelEmbedding(11, 8, context)
+    embedding.weight.data.normal_()
+    head = LMHead(11, 8, context, tied=embedding if tied else None)
+    head.weight.data.normal_()
+    head.adapters = bank(8, (11,), (0,), 2, 16, torch.float32)
+    hidden, slots = torch.randn(3, 8, device=DEVICE), torch.tensor([1, 0, 2], dtype=torch.int32, device=DEVICE)
+    plain, ids = head(hidden), torch.arange(3, device=DEVICE)
+    before = embedding(ids).clone()
+    with head.adapters.step.of_tokens(slots):
+        torch.testing.assert_close(head(hidden).double(), exact(head.adapters, plain, hidden, slots), atol=1e-4, rtol=1e-4)
+        assert torch.equal(embedding(ids), before)
+    assert torch.equal(head(hidden), plain)

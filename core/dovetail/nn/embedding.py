@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
+from dovetail.nn.adapters import LayerAdapters
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
@@ -67,7 +68,9 @@ class Table(Layer):
 
 
 class LMHead(Layer):
-    """hidden [n, hidden] -> logits [n, vocab], the same on every rank. `tied`: the embedding to share the weight with."""
+    """hidden [n, hidden] -> logits [n, vocab], the same on every rank. `tied`: the embedding to share the weight with, but no adapters."""
+
+    adapters: LayerAdapters | None = None  # None: it has no bank
 
     def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext, *, tied: VocabParallelEmbedding | None = None) -> None:
         super().__init__()
@@ -76,6 +79,15 @@ class LMHead(Layer):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = linear(hidden, self.weight)
+        if self.adapters is not None and self.adapters.active:
+            logits = self._adapted(self.adapters, logits, hidden)
         if self.group.size == 1:
             return logits
         return self.group.all_gather(logits, dim=-1)[:, : self.vocab_size]
+
+    def _adapted(self, adapters: LayerAdapters, logits: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's logits with what adapters add. The last rank may have rows past the end of the vocabulary."""
+        own = adapters.b.shape[1]
+        if own == logits.shape[1]:
+            return adapters.added_to(logits, hidden)
+        return torch.cat((adapters.added_to(logits[:, :own].contiguous(), hidden), logits[:, own:]), dim=1)

@@ -22,10 +22,12 @@ from safetensors import SafetensorError, safe_open
 from dovetail.api.executor import AdapterCapacity, AdapterLoad, Batch
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.adapters import LayerAdapters, Outputs, StepAdapters
+from dovetail.nn.embedding import LMHead
 from dovetail.nn.linear import LinearLayer
 from dovetail.nn.parameter import Part
 from dovetail.runtime.memory import readable_bytes
 
+HEAD = "lm_head"  # the output layer's name in checkpoints
 RANK_MULTIPLE = 16  # ranks are padded to it: the least that matrix units multiply
 
 
@@ -71,7 +73,10 @@ class AdapterBank:
         rank = -(-max_rank // RANK_MULTIPLE) * RANK_MULTIPLE
         self.targets: dict[str, Target] = {}
         views, at = [], 0
-        for layer, modules in _layers(model):
+        adapted: list[tuple[LinearLayer | LMHead, dict[str, tuple[Part, ...]]]] = [*_layers(model)]
+        if adapted:
+            adapted += _heads(model)
+        for layer, modules in adapted:
             out, inputs = _own_shape(modules)
             a, b = (len(modules) * rank, inputs), (out, rank)
             places = (at, a), (at + math.prod(a), b)
@@ -86,6 +91,7 @@ class AdapterBank:
             )
         self._all = torch.zeros(slots + 1, at, dtype=dtype, device=device)
         self.held: dict[int, str] = {}  # slot -> digest
+        self.heads = set[int]()  # slots whose adapters change the output layer
         for layer, places, outputs in views:
             own_a, own_b = (self._all[:, at : at + math.prod(shape)].view(slots + 1, *shape) for at, shape in places)
             pieces = torch.tensor([piece for own in outputs for piece in own.pieces()], dtype=torch.int32, device=device)
@@ -105,6 +111,7 @@ class AdapterBank:
         if not 1 <= load.slot <= self.slots:
             raise DovetailError(f"adapter {load.path} is to be written to slot {load.slot}; there are slots 1 to {self.slots}")
         own = torch.zeros(self._all.shape[1], dtype=self._all.dtype, pin_memory=self._all.is_cuda)
+        self.heads.discard(load.slot)
         try:
             with safe_open(load.path, framework="pt") as file:
                 for name in _modules_in(file.keys()):
@@ -112,6 +119,8 @@ class AdapterBank:
                         raise DovetailError(f"module {name} of the model can't have adapters")
                     a, b = (file.get_slice(f"{name}.lora_{which}") for which in "AB")
                     self.targets[name].fill(own, a, b, self.max_rank)
+                    if name.endswith(HEAD):
+                        self.heads.add(load.slot)
         except (OSError, SafetensorError, DovetailError) as error:
             raise DovetailError(f"adapter {load.path}: {error}") from error
         self._all[load.slot].copy_(own, non_blocking=True)  # torch keeps the memory until the copy has run
@@ -155,6 +164,14 @@ def _layers(model: Any) -> Iterator[tuple[LinearLayer, dict[str, tuple[Part, ...
         for (name,), part in zip(own, parts.values(), strict=True):
             modules[name] = (*modules.get(name, ()), part)
         yield layer, modules
+
+
+def _heads(model: Any) -> Iterator[tuple[LMHead, dict[str, tuple[Part, ...]]]]:
+    """Yield the output layer with its module. A tied one has the embedding's tensor, but its adapters have its own name."""
+    for layer in model.modules():
+        if isinstance(layer, LMHead):
+            names = [rule.source.removesuffix(".weight") for rule in model.weights() if rule.parameter is layer.weight]
+            yield layer, {next((name for name in names if name.endswith(HEAD)), HEAD): tuple(layer.weight.parts.values())}
 
 
 def _adds_adapters(layer: LinearLayer) -> bool:

@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -146,6 +146,13 @@ class StepParts:
         hidden, states = self.model.forward_tapped(token_ids, positions, wanted, self.head.taps)
         return ModelOutputs(hidden, TappedStates(token_indices, positions, states))
 
+    def logits(self, hidden: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the model's logits for hidden states [n, hidden]. `adapted` [n] int64: their rows, if adapters may change the output layer."""
+        if adapted is None or self.adapters is None:
+            return cast(torch.Tensor, self.model.logits(hidden))
+        with self.adapters.of_tokens(self.rows.device_adapters.index_select(0, adapted)):
+            return cast(torch.Tensor, self.model.logits(hidden))
+
     def sample(
         self,
         lines: Lines,
@@ -154,10 +161,13 @@ class StepParts:
         capture: Capture,
         masked: torch.Tensor | None = None,
         processors: LogitsProcessors | None = None,
+        *,
+        adapted: bool = False,
     ) -> Sampled:
-        """Sample a token for each of `lines` [n] and extend their rows. `positions` [n] int64 and `hidden` [n, hidden]: position and hidden state of
-        the line's last token. `masked` [n] int64: index of the line's mask, or -1. `processors`: those to apply, which need `Capture.FULL`."""
-        logits = self.model.logits(hidden)
+        """Sample a token for each of `lines` [n] and extend their rows. `positions` [n] int64 and `hidden` [n, hidden]:
+        position and hidden state of the line's last token. `masked` [n] int64: index of the line's mask, or -1.
+        `processors`: those to apply, which need `Capture.FULL`. `adapted`: adapters may change the output layer."""
+        logits = self.logits(hidden, lines.rows if adapted else None)
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
         if processors is None:
@@ -283,7 +293,7 @@ class DecodeSteps(Builder):
         hidden = settled(outputs.hidden)
         if self._capture is None:
             return outputs
-        sampled = parts.sample(lines, positions, hidden, self._capture, processors=self._processors)
+        sampled = parts.sample(lines, positions, hidden, self._capture, processors=self._processors, adapted=self.adapted)
         if parts.head is not None:
             parts.head.follow(outputs.tapped)
         return sampled

@@ -414,6 +414,14 @@ class Runner:
         """Return True if any row of the batch has an adapter."""
         return self.adapters is not None and bool(self.rows.adapters[batch.rows].any())
 
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, *, adapted: bool) -> torch.Tensor:
+        """Return logits for hidden states [n, hidden] of rows [n]."""
+        return self.parts.logits(hidden, rows) if adapted else self.model.logits(hidden)
+
+    def _adapts_head(self, rows: NDArray[Any]) -> bool:
+        """Return True if an adapter of any of these rows changes the output layer."""
+        return self.adapters is not None and bool(np.isin(self.rows.adapters[rows], [*self.adapters.heads]).any())
+
     def _worth_sharing(self, batch: Batch) -> int:
         """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little, or the step has adapters."""
         if self._is_adapted(batch):
@@ -471,14 +479,15 @@ class Runner:
     def _sample(self, host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
         """Sample for the step's lines [n], and extend their rows. `host_indices` [n]: indices in `hidden` of their last tokens' states."""
         graphs, host_lines = self.graphs, pending.lines
-        graph = None if graphs is None else graphs.for_sampling(host_lines.rows, masked=pending.masked is not None, asks=pending.asks)
+        adapted = self._adapts_head(host_lines.rows)
+        graph = None if graphs is None or adapted else graphs.for_sampling(host_lines.rows, masked=pending.masked is not None, asks=pending.asks)
         if graphs is not None and graph is not None:
             graph.inputs.fill(hidden, host_indices, host_lines, pending.masked)
             self._fetch(graphs.replay(graph), pending)
             return
         rows, ahead, indices = all_to_device([host_lines.rows, host_lines.ahead, host_indices], self.device)
         last, lines = hidden.index_select(0, indices), Lines(rows, ahead)  # [n, hidden]
-        sampled = self._draw(self.model.logits(last), lines, pending)
+        sampled = self._draw(self._logits(last, rows, adapted=adapted), lines, pending)
         tokens = append(self.rows, lines, last_tokens(self.rows, lines)[1], sampled.token_ids, last)
         if self.processors is not None and pending.asks is not None:
             self.processors.add_wrong(tokens)
@@ -526,7 +535,10 @@ class Runner:
             row, start = int(batch.rows[index]), int(self.rows.computed[batch.rows[index]])
             count = min(int(batch.num_tokens[index]), int(self.rows.known[row]) - start - 1)
             first = int(host.query_starts[index])
+            adapted = self._adapts_head(batch.rows[[index]])
+            rows = torch.full((count,), row, dtype=torch.int64, device=self.device)
             targets = self.rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = pending.prompt_logprobs[index] = LogprobsCopy()
             for part, ids in zip(torch.split(hidden[first : first + count], self._slice), torch.split(targets, self._slice), strict=True):
-                copy.add(top_logprobs(self.model.logits(part), ids, int(self.rows.prompt_logprobs[row])))
+                logits = self._logits(part, rows[: len(part)], adapted=adapted)
+                copy.add(top_logprobs(logits, ids, int(self.rows.prompt_logprobs[row])))
