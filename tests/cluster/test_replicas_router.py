@@ -312,13 +312,27 @@ def test_a_port_that_is_taken_is_reported_before_anything_starts(worker: str, mo
         SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port(), "metrics_port": port}}))
 
 
-@needs_smg
-def test_a_cluster_with_keys_serves_their_owners_in_every_api(tmp_path: Path) -> None:
-    """The whole cluster, of one replica."""
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "DOVETAIL_API_KEYS": "mine, yours"}
-    file, port = tmp_path / "cluster.yaml", free_port()
+@pytest.fixture(scope="module")
+def keyed_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a whole cluster of one replica, with the keys "mine" and "yours"."""
+    folder, port = tmp_path_factory.mktemp("keyed"), free_port()
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1", "DOVETAIL_API_KEYS": "mine, yours"}
+    file, url = folder / "cluster.yaml", f"http://127.0.0.1:{port}"
     file.write_text(json.dumps({"engine": "demo", "name": "keyed", "replicas": 1, "router": {"port": port}}))
-    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "dovetail", "cluster", "up", str(file)]
+    up = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: ask(f"{url}/ready")[0] == 200)
+        until(lambda: ask(f"{url}/v1/models", key="mine")[0] == 200)
+        yield url
+    finally:
+        up.terminate()
+        up.wait(PATIENCE_S)
+
+
+@needs_smg
+@pytest.mark.slow("starts a server's processes")
+def test_a_cluster_with_keys_serves_their_owners_in_every_api(keyed_cluster: str) -> None:
     message = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     bodies = {
         "/v1/completions": {"model": "demo", "prompt": "ROMEO:", "max_tokens": 2},
@@ -326,18 +340,9 @@ def test_a_cluster_with_keys_serves_their_owners_in_every_api(tmp_path: Path) ->
         "/v1/messages": message,
         "/v1/responses": {"model": "demo", "input": "hi", "max_output_tokens": 2, "store": False},
     }
-    up = subprocess.Popen(
-        [sys.executable, "-m", "dovetail", "cluster", "up", str(file)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        until(lambda: ask(f"{url}/ready")[0] == 200)
-        until(lambda: ask(f"{url}/v1/models", key="mine")[0] == 200)
-        for path, body in bodies.items():
-            told = {key: ask(f"{url}{path}", key=key, method="POST", body=body, timeout_s=60)[0] for key in (None, "other", "mine", "yours")}
-            assert told == {None: 401, "other": 401, "mine": 200, "yours": 200}, path
-    finally:
-        up.terminate()
-        up.wait(PATIENCE_S)
+    for path, body in bodies.items():
+        told = {key: ask(f"{keyed_cluster}{path}", key=key, method="POST", body=body, timeout_s=60)[0] for key in (None, "other", "mine", "yours")}
+        assert told == {None: 401, "other": 401, "mine": 200, "yours": 200}, path
 
 
 @needs_smg

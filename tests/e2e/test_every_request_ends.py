@@ -19,7 +19,7 @@ from transformers import MinistralConfig, Qwen3Config
 from dovetail import LLMEngine, RequestOutput, SamplingParams
 from dovetail.api.kv_cache import KVLayout
 from dovetail.lora import LoRARequest
-from tests.adapters import weights_of, write_adapter
+from tests.adapters import config_of, weights_of, write_adapter
 from tests.models import hybrids
 from tests.models.oracle import reference
 from tests.support import FULL
@@ -27,7 +27,7 @@ from tests.support import FULL
 torch.set_num_threads(1)
 
 MAX_LEN = 96
-ENGINES = 120 if FULL else 1  # of each model, with some eight requests each
+ENGINES = 120 if FULL else 4  # of each model, with some eight requests each
 POLICIES = ("fcfs", "fcfs", "sarathi", "vtc", "mlfq", "priority", "prefill_first", "lpm")
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -66,7 +66,7 @@ class Bench:
         layer = model.get_submodule(module)
         shapes = {module: (layer.in_features, layer.out_features)}
         self.adapters = {
-            key: LoRARequest(key, 1 + seed, str(write_adapter(folder / key, weights=weights_of(shapes, seed=seed), config=None)))
+            key: LoRARequest(key, 1 + seed, str(write_adapter(folder / key, config_of(target_modules=["o_proj"]), weights_of(shapes, seed=seed))))
             for seed, key in enumerate(("x", "y"))
         }
         self.known: dict[Case, list[list[int]]] = {}
@@ -113,6 +113,8 @@ def run(engine: LLMEngine, bench: Bench, cases: list[Case], aborts: list[tuple[i
     engine.core.kv.check_integrity()
     assert engine.core.kv.counts.held == 0
     gone = {str(index) for _, index in aborts}
+    for id, output in outputs.items():
+        assert id in gone or {one.finish_reason for one in output.outputs} == {"length"}, output
     return [[list(one.token_ids) for one in outputs[str(i)].outputs] if str(i) in outputs and str(i) not in gone else [] for i in range(len(cases))]
 
 
@@ -136,6 +138,7 @@ def cases_of(chance: random.Random) -> list[Case]:
     return found
 
 
+@pytest.mark.slow("makes engines with pools of every kind")
 def test_every_request_ends_with_the_tokens_that_it_has_where_nothing_is_scarce(bench: Bench) -> None:
     layouts = {size: bench.layout(size) for size in (4, 8)}
     for seed in range(ENGINES):

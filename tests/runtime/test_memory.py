@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, StableLmConfig
 
+import dovetail.runtime.worker  # noqa: F401  which would otherwise keep the function that a test has replaced
 from dovetail import LLMEngine
 from dovetail.errors import ConfigError
 from dovetail.runtime import memory
@@ -80,6 +81,14 @@ def test_ranks_of_one_machine_are_held_against_all_of_its_memory(tmp_path: Path,
 
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ready() -> None:
+    """What the first model of a process imports."""
+    reference(Qwen3Config(**SIZES, num_key_value_heads=4))
+    with LLMEngine.from_config("demo", max_model_len=64):
+        pass
 
 
 @pytest.mark.parametrize("config_class", [Qwen3Config, StableLmConfig], ids=["native", "through transformers"])
