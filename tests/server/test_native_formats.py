@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +16,12 @@ from dovetail.errors import ConfigError
 from dovetail_server.parsers import vllm_names
 from dovetail_server.parsers.registry import ChosenParsers, Finds, parser_for
 from tests.server.answers import KNOWN
+from tests.server.scripted import Script, ScriptedEngine
+from tests.server.serving import PATIENCE_S, serving_in_thread
 from tests.server.test_parsers import Answer, cuts_of, joined
 from tests.support import examples
 
-some = examples(quick=60, full=2000)
+some = examples(quick=60, full=300)
 NAMES = st.from_regex(r"[a-z][a-z0-9_.-]{0,11}", fullmatch=True)
 PIECES = ["a", " ", "\n", "{", "}", "[", ",", ":", '"', "\\", "<", "<|", "é", "😀", "</", "`" * 3, "|>"]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
@@ -185,3 +188,35 @@ def test_each_of_vllms_names_means_a_parser_or_is_refused_by_name(finds: Finds, 
         return
     with pytest.raises(ConfigError, match=f"no built-in parser reads the format of vLLM's parser {name}"):
         KNOWN.named(finds, name)
+
+
+HARMONY_TEMPLATE = "{# <|start|>assistant<|channel|>analysis #}{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+HARMONY_ANSWER = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_with_gpt_oss_has_reasoning_text_and_calls(stream: bool) -> None:
+    engine = ScriptedEngine()
+    engine.script = Script(HARMONY_ANSWER)
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    with serving_in_thread(lambda: engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-", timeout=PATIENCE_S) as client:
+        asked: Any = {
+            "model": "fake",
+            "messages": [{"role": "user", "content": "?"}],
+            "tools": tools,
+            "extra_body": {"chat_template": HARMONY_TEMPLATE},
+        }
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+            calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
+            reasoning = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
+            told = reasoning, "".join(delta.content or "" for delta in deltas), calls[0].name, "".join(call.arguments for call in calls)
+        else:
+            message = client.chat.completions.create(**asked).choices[0].message
+            function = message.tool_calls[0].function
+            told = message.reasoning, message.content, function.name, function.arguments
+    assert told == ("Hm.", "I look.", "f", '{"a": 1}')
+    assert engine.last.params.skip_special_tokens is False
