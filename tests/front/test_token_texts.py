@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dovetail.front.detokenizer import IncrementalText
-from dovetail.front.token_texts import TokenTexts, texts_of_prompt
+from dovetail.front.token_texts import TokenTexts, speller, texts_of_prompt
 from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from dovetail.sampling_params import SamplingParams
 from tests.front.test_detokenizer import byte_level, metaspace
@@ -132,3 +132,15 @@ def test_a_prompts_text_has_no_tokens_that_the_tokenizer_puts_around_it() -> Non
     tokenizer = WithBos(SimpleNamespace(backend_tokenizer=backend))
     assert texts_of_prompt(tokenizer, "hello world", [1, 2, 3]).append([1, 2, 3]).own == ["<s>", "hello", " world"]
     assert "".join(texts_of_prompt(tokenizer, None, [1, 2, 3]).append([1, 2, 3]).own) == tokenizer.decode([1, 2, 3])
+
+
+def test_the_bytes_of_tokens_are_known_by_the_decoder() -> None:
+    word = metaspace().backend.token_to_id("▁world")
+    byte = metaspace().backend.token_to_id("<0xC3>")
+    known = speller(metaspace())
+    assert known is not None
+    assert (known(word), known(byte)) == (b" world", b"\xc3")
+    assert speller(word_piece()) is None
+    backend = Backend.from_str(metaspace().backend.to_str())
+    backend.decoder = decoders.Decoder.custom(SimpleNamespace(decode_chain=lambda tokens: tokens))
+    assert speller(wrapped(backend)) is None

@@ -281,7 +281,7 @@ def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
         raise UnsupportedError(
             "structured: this model's tokenizer is written in Python, and tells no bytes of its tokens: structured output needs them"
         )
-    parts = _decoders(json.loads(backend.to_str())["decoder"])
+    parts = _decoders(backend.decoder)
     kinds = {part["type"] for part in parts}
     spaces = [part["pattern"]["String"] for part in parts if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]]
     spaces += [part["replacement"] for part in parts if part["type"] == "Metaspace"]
@@ -301,9 +301,14 @@ def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     return spell
 
 
-def _decoders(decoder: dict[str, Any] | None) -> Sequence[dict[str, Any]]:
-    if decoder is None:
+def _decoders(of_backend: Any) -> Sequence[dict[str, Any]]:
+    """Return the parts of a backend's decoder, as in tokenizer.json. The backend's own JSON would take seconds: it has the vocabulary."""
+    if of_backend is None:
         return ()
+    try:
+        decoder = json.loads(of_backend.__getstate__())
+    except Exception:  # one written in Python
+        return ({"type": "custom"},)
     return decoder["decoders"] if decoder["type"] == "Sequence" else (decoder,)
 
 
