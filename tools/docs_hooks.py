@@ -36,7 +36,7 @@ from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
-from dovetail_models import arch
+from dovetail_models import arch, eagle3
 
 MARKER = re.compile(r"^<!-- generated: (?P<name>[^>]+?) -->$", re.MULTILINE)
 HELP_WIDTH = "100"
@@ -369,6 +369,7 @@ FILE_KEYS: tuple[FileKeys, ...] = (
     GENERATION_CONFIG,
     lora_files.KEYS,
     arch.KEYS,
+    eagle3.KEYS,
     *sentence_transformers_files.ALL,
     *QUANTIZATION_KEYS,
     *TOKENIZER_KEYS,

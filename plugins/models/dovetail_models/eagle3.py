@@ -21,6 +21,7 @@ from dovetail.api.draft_head import HeadArch
 from dovetail.api.model import BuildContext, ModelContext, ParallelGroup, Tapped, WeightRule
 from dovetail.checks import shown
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.json_files import read_json_object
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
@@ -34,17 +35,27 @@ from dovetail_models.llama import Llama
 from dovetail_models.qwen3 import Qwen3
 
 _KINDS: dict[str, type[DecoderArch]] = {"llama": Llama, "qwen3": Qwen3}  # of layers
-_READ = {
-    "speculators_model_type",
-    "transformer_layer_config",
-    "draft_vocab_size",
-    "norm_before_residual",
-    "target_hidden_size",
-    "tie_word_embeddings",
-}
-_READ |= {"eagle_aux_hidden_state_layer_ids"}
-_HARMLESS = {"architectures", "auto_map", "dtype", "torch_dtype", "model_type", "embed_requires_grad", "enable_sp_ulysses", "speculators_config"}
-_HARMLESS |= {"speculators_version", "transformers_version", "has_no_defaults_at_init"}
+_FILE = NoEffect("the versions and classes that wrote the file")
+KEYS = FileKeys(
+    "config.json of a draft head",
+    {
+        "speculators_model_type": Used("eagle3; others are refused"),
+        "transformer_layer_config": Used("the layer, whose fields are checked as a model's"),
+        "draft_vocab_size": Used("the tokens that the head knows"),
+        "eagle_aux_hidden_state_layer_ids": Used("the model's layers whose states are read"),
+        "norm_before_residual": Used("where the layer's input is normed"),
+        "target_hidden_size": Used("the model's hidden size"),
+        "tie_word_embeddings": Used("the head shares the model's embedding if it has none of its own"),
+        "norm_before_fc": Refused("a norm of the model's states", (False,)),
+        "quantization_config": Refused("quantized weights", ({},)),
+        "embed_requires_grad": NoEffect("of training"),
+        "enable_sp_ulysses": NoEffect("of training"),
+        "speculators_config": NoEffect("how other engines draft; see `speculation`"),
+        **dict.fromkeys(("architectures", "auto_map", "has_no_defaults_at_init", "model_type"), _FILE),
+        **dict.fromkeys(("speculators_version", "transformers_version"), _FILE),
+        **dict.fromkeys(("dtype", "torch_dtype"), NoEffect("the dtype is the model's")),
+    },
+)
 _OWN_EMBEDDING = "embed_tokens.weight"
 
 
@@ -63,7 +74,7 @@ class Eagle3(HeadArch):
         self.norm_before_residual = bool(raw.get("norm_before_residual", False))
         self.taps = _taps(raw, target.num_hidden_layers)
         self.has_embedding = not dummy and _OWN_EMBEDDING in tensor_names(directory)
-        why = [f"{key} = {shown(value)} is not implemented" for key, value in raw.items() if value and key not in _READ | _HARMLESS]
+        why = KEYS.reasons_against(raw)
         why += [f"transformer_layer_config: {reason}" for reason in arch.reasons_against_fields(layer)]
         states = _whole(raw, "target_hidden_size", layer.hidden_size)
         if states != target.hidden_size or (not self.has_embedding and layer.hidden_size != states):
