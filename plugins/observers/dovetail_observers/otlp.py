@@ -29,8 +29,10 @@ class OtlpOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    endpoint: Annotated[str, Field(pattern="^https?://")] = "http://localhost:4318/v1/traces"
-    """Where spans are sent, by OTLP over HTTP."""
+    endpoint: Annotated[
+        str,
+        Field(pattern="^https?://", description="Where spans are sent, by OTLP over HTTP."),
+    ] = "http://localhost:4318/v1/traces"
 
 
 class TraceContext(BaseModel):
