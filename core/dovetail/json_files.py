@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def _read(path: Path) -> Any:
 def _bytes_of(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
+            text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)  # which allocates as much
     except OSError as error:
         raise ModelLoadError(f"{path}: can't be read: {error.strerror or error}") from None
     if len(text) > MAX_BYTES:

@@ -16,8 +16,9 @@ from dovetail.checks import BINARY, INT64, exact_float, plain_integer, plain_tex
 from dovetail.errors import RequestError
 
 RULES = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")  # the fields of which exactly one is given
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
-_ESCAPED = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)  # of a regular expression: an escape, a set of characters
+# What may hide brackets, read once: unclosed, it extends to the end, and hides nothing (an empty group).
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)  # of JSON
+_ESCAPED = re.compile(r"\\(.)|\[\^?\]?(?:[^\]\\]++|\\.)*+(\]?)", re.DOTALL)  # of a regular expression: an escape, a set of characters
 _BRACKETS = re.compile(r"[\[\](){}]")
 _TAG_KEYS = ("structures", "triggers", "at_least_one", "stop_after_first", "separator")
 _STRUCTURE_KEYS = ("begin", "schema", "end")
@@ -86,7 +87,7 @@ class Structured:
 
     def depth(self) -> int:
         """Return the nesting depth of brackets in the text, outside of strings and character classes."""
-        plain = (_ESCAPED if self.kind == "regex" else _STRING).sub("", self.text)
+        plain = (_ESCAPED if self.kind == "regex" else _STRING).sub(lambda found: "" if found[found.re.groups] or found[1] else found[0], self.text)
         deepest = depth = 0
         for bracket in _BRACKETS.findall(plain):
             depth += 1 if bracket in "([{" else -1

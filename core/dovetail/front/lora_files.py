@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +31,7 @@ T = TypeVar("T")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MERGE = "merge the adapter into its base model with PEFT's merge_and_unload, and serve that"
 _MAX_CONFIG, _MAX_HEADER, _SLACK = 1 << 20, 16 << 20, 1 << 20  # bytes
-_MAX_NAME, _MAX_PATTERNS = 512, 1_000  # characters of a module's name; patterns that aren't plain names
+_MAX_NAME, _MAX_PATTERNS = 512, 100  # characters of a module's name; patterns that aren't plain names
 _CONFIG_BOUNDS = JsonBounds(parts=100_000, depth=MAX_DEPTH)
 _TENSOR_PARTS, _OTHER_PARTS = 7, 1_000  # of a header: for each tensor, and for its metadata
 _MAX_DIMENSION = 1 << 40
@@ -323,7 +324,7 @@ def _as_float32(dtype: str, tensor: NDArray[Any]) -> NDArray[np.float32]:
 def _read(path: Path, most: int, too_large: str) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(most + 1)
+            content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)  # which allocates as much
     except OSError as error:
         raise RequestError(f"{path.name} can't be read: {error.strerror or error}") from None
     if len(content) > most:

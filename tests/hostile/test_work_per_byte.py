@@ -1,0 +1,353 @@
+"""Work per byte: whatever reads untrusted input takes bounded processor time and memory for each byte of it.
+
+`INPUTS` is the table: a new reader is a row, with its hostile inputs (`generators`). `docs/security.md` states the bounds. Sizes are small here: a
+quadratic reader is far beyond its bound, a linear one takes milliseconds. Slow tests send the largest bodies, and watch the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.types import Message
+
+from dovetail.api.executor import AdapterCapacity
+from dovetail.cli.prompts import parse_json
+from dovetail.errors import DovetailError
+from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
+from dovetail.front.lora_files import CONFIG, WEIGHTS, AdapterFiles, read_adapter
+from dovetail.front.tokenizer import Tokenizer
+from dovetail.json_files import read_json_object
+from dovetail.limits import Limits
+from dovetail.structured import Structured
+from dovetail.testing.fake_executor import ADAPTED
+from dovetail_server.app import create_app
+from dovetail_server.batches.lines import request_at, scan
+from dovetail_server.protocol.openapi import OPERATIONS
+from dovetail_server.settings import ServerSettings
+from tests.adapters import config_of, write_adapter
+from tests.hostile.generators import ADAPTER_CONFIGS, FORMS, HEADERS, JSON, LINES, PATTERNS, TEMPLATES, TEXTS, Generator, safetensors
+from tests.server.answers import parser_named
+from tests.server.fake_engine import FakeEngine
+from tests.server.serving import demo_tokenizer
+from tests.support import FULL
+
+CPU_S_PER_BYTE, CPU_S = 2e-6, 0.1
+OWN_PROCESS_CPU_S = {"an adapter's patterns": 1.0}  # instead of CPU_S, for what a process of its own reads, which is ended after 3 s
+MEMORY_PER_BYTE, MEMORY_BYTES = 100, 4 << 20
+LOOP_HELD_S = 0.5
+SIZE, MEMORY_SIZE = 1 << 15, 1 << 12  # bytes of an input; of one whose memory is traced, which is slow
+LARGEST = 16 << 20
+
+HOLE, TEXT_HOLE = "@", "#"  # where the input goes in a body: as JSON, or within a string
+CHAT = '"messages": [{"role": "user", "content": "a"}], "max_tokens": 1'
+CALL = '{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "#"}}]}'
+PLACES: Mapping[str, tuple[str, ...]] = {  # of an endpoint's body, besides its fields
+    "/v1/completions": (
+        '{"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": @}}',
+        '{"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": "#"}}',
+        '{"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "#"}}',
+        '{"prompt": "a", "max_tokens": 1, "extra": {"a": @}}',
+        '{"prompt": ["#", "#"], "max_tokens": 1}',
+    ),
+    "/v1/chat/completions": (
+        "{" + CHAT + ', "tools": [{"type": "function", "function": {"name": "f", "parameters": @}}]}',
+        "{" + CHAT + ', "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": @}}}',
+        "{" + CHAT + ', "chat_template_kwargs": {"a": @}}',
+        '{"messages": [{"role": "user", "content": @}], "max_tokens": 1}',
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "#"}]}], "max_tokens": 1}',
+        '{"messages": [{"role": "user", "content": "a"}, ' + CALL + '], "max_tokens": 1}',
+    ),
+    "/v1/messages": (
+        '{"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "input_schema": @}]}',
+        '{"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": @}]}]}',
+    ),
+    "/v1/responses": (
+        '{"input": [{"type": "message", "role": "user", "content": @}], "max_output_tokens": 16}',
+        '{"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "#"}], "max_output_tokens": 16}',
+    ),
+}
+REQUIRED = {
+    "prompt": "a",
+    "messages": [{"role": "user", "content": "a"}],
+    "input": "a",
+    "text_1": "a",
+    "text_2": "a",
+    "query": "a",
+    "documents": ["a"],
+    "max_tokens": 1,
+    "tokens": [1],
+    "input_file_id": "a",
+    "endpoint": "/v1/completions",
+    "completion_window": "24h",
+    "lora_name": "a",
+    "lora_path": "a",
+}
+
+
+class Http:
+    """An app of a faked engine, called without a socket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runner = asyncio.Runner()
+        self._engine, self._app = self.runner.run(self._made(folder))
+        self._status = 0
+
+    async def _made(self, folder: Path) -> tuple[FakeEngine, Starlette]:
+        engine = FakeEngine(demo_tokenizer(), ("a",))
+        (folder / "adapters").mkdir()
+        return engine, create_app(engine, ServerSettings(batch_directory=str(folder / "batches"), adapter_directory=str(folder / "adapters")))
+
+    def post(self, path: str, body: bytes, content_type: str = "application/json") -> int:
+        """Return the status."""
+        return self.runner.run(self._post(path, body, content_type))
+
+    async def _post(self, path: str, body: bytes, content_type: str) -> int:
+        parts = [body[start : start + 65_536] for start in range(0, len(body), 65_536)] or [b""]
+        received = iter([{"type": "http.request", "body": part, "more_body": True} for part in parts[:-1]])
+        last, never = [{"type": "http.request", "body": parts[-1], "more_body": False}], asyncio.Event()
+        statuses = []
+
+        async def receive() -> Message:
+            if (message := next(received, None)) is not None:
+                return message
+            if last:
+                return last.pop()
+            await never.wait()
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", content_type.encode())],
+            "client": None,
+            "server": None,
+            "app": self._app,
+        }
+        await self._app.router(scope, receive, send)
+        return int(statuses[0])
+
+    def held_s(self, path: str, bodies: Sequence[bytes]) -> float:
+        """Post bodies at once; return the most processor time of this process between two turns of the event loop."""
+        return self.runner.run(self._held_s(path, bodies))
+
+    async def _held_s(self, path: str, bodies: Sequence[bytes]) -> float:
+        longest, last = 0.0, time.process_time()
+
+        async def turn() -> None:
+            nonlocal longest, last
+            while True:
+                now = time.process_time()
+                longest, last = max(longest, now - last), now
+                await asyncio.sleep(0.005)
+
+        turning = asyncio.create_task(turn())
+        await asyncio.gather(*(self._post(path, body, "application/json") for body in bodies))
+        await asyncio.sleep(0.01)
+        turning.cancel()
+        return longest
+
+    def close(self) -> None:
+        self._engine.chat.close()
+        self.runner.close()
+
+
+def bodies(path: str, kind: type, *, all_of_them: bool) -> Iterator[tuple[str, Callable[[int], bytes]]]:
+    """Yield the hostile bodies of an endpoint, by name: each kind of input in some fields; in all of them, if so."""
+    minimal = {name: value for name, value in REQUIRED.items() if name in kind.__struct_encode_fields__}  # type: ignore[attr-defined]
+    places = [json.dumps({**minimal, name: HOLE}).replace(f'"{HOLE}"', HOLE) for name in kind.__struct_encode_fields__]  # type: ignore[attr-defined]
+    places += [json.dumps({**minimal, name: TEXT_HOLE}) for name in kind.__struct_encode_fields__]  # type: ignore[attr-defined]
+    places += [HOLE, '{"a": @}', *PLACES.get(path, ())]
+    texts = {**TEXTS, **PATTERNS, **JSON, **TEMPLATES}
+    of_place = {place: list((texts if TEXT_HOLE in place else JSON).items()) for place in places}
+    if all_of_them:
+        pairs = [(place, pair) for place, inputs in of_place.items() for pair in inputs]
+    else:  # each place has some input, and each input some place
+        pairs = [(place, inputs[number % len(inputs)]) for number, (place, inputs) in enumerate(of_place.items())]
+    for place, (name, make) in pairs:
+        yield f"{name} in {place}", lambda size, place=place, make=make: filled(place, make(size))  # type: ignore[misc]
+
+
+def filled(place: str, content: bytes) -> bytes:
+    if TEXT_HOLE in place:
+        return place.replace(TEXT_HOLE, json.dumps(content.decode(errors="replace"))[1:-1]).encode()
+    before, _, after = place.partition(HOLE)
+    return before.encode() + content + after.encode()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hostile")
+
+
+@pytest.fixture(scope="module")
+def http(folder: Path) -> Iterator[Http]:
+    http = Http(folder)
+    yield http
+    http.close()
+
+
+@pytest.fixture(scope="module")
+def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
+    """What reads each kind of input that isn't a body, by the names of `INPUTS`."""
+    adapter = write_adapter(folder / "adapter")
+    capacity = AdapterCapacity(2, 16, ADAPTED)
+    renderer = TemplateRenderer(Limits(max_template_s=0.05))
+
+    def of_file(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+        def write_and_read(content: bytes) -> object:
+            (folder / name).write_bytes(content)
+            return read(folder / name)
+
+        return write_and_read
+
+    def adapter_config(content: bytes) -> object:
+        config = config_of(**json.loads(content)) if content.startswith((b'{"target', b'{"rank')) else None
+        (adapter / CONFIG).write_bytes(content if config is None else json.dumps(config).encode())
+        try:
+            return read_adapter(AdapterFiles.find(str(adapter)), capacity)
+        finally:
+            (adapter / CONFIG).write_text(json.dumps(config_of()))
+
+    def adapter_header(content: bytes) -> object:
+        weights = (adapter / WEIGHTS).read_bytes()
+        (adapter / WEIGHTS).write_bytes(safetensors(content))
+        try:
+            return read_adapter(AdapterFiles.find(str(adapter)), capacity)
+        finally:
+            (adapter / WEIGHTS).write_bytes(weights)
+
+    def batch(path: Path) -> object:
+        scanned = scan(path, "/v1/completions", LARGEST)
+        return [request_at(path, offset, LARGEST) for offset in scanned.left]
+
+    def parsed(name: str | None, content: bytes) -> None:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "j": {"type": "object"}}}}}]
+        parser = parser_named(name, "think", tools=tools)
+        text = content.decode(errors="replace")
+        for start in range(0, len(text), 32):
+            parser.feed(text[start : start + 32])
+        parser.finish()
+
+    def tokenizer(path: Path) -> object:
+        return Tokenizer.load(path.parent)
+
+    (folder / "tokenizer").mkdir()
+    with suppress(DovetailError):
+        Tokenizer.load(folder / "tokenizer")  # imports transformers
+    return {
+        "a model's JSON file": of_file("config.json", read_json_object),
+        "a line of prompts": lambda content: parse_json(content.decode(errors="replace")),
+        "a batch file": of_file("batch.jsonl", batch),
+        "an uploaded form": lambda content: http.post("/v1/files", content, "multipart/form-data; boundary=b"),
+        "an adapter's config": adapter_config,
+        "an adapter's patterns": adapter_config,
+        "an adapter's header": adapter_header,
+        "a schema as text": lambda content: Structured(json_schema=content.decode(errors="replace")).depth(),
+        "a schema's values": lambda content: Structured(json_schema={"enum": [json.loads(content)]}).depth(),
+        "a regular expression": lambda content: Structured(regex=content.decode()).depth(),
+        "a chat template": lambda content: renderer.render(ChatTemplate(content.decode(), given=True), {"a": 1}),
+        "a text to be tokenized": lambda content: demo_tokenizer().encode(content.decode()),
+        "tokenizer_config.json": of_file("tokenizer/tokenizer_config.json", tokenizer),
+        **{
+            f"answers in the format {name}": lambda content, name=name: parsed(name, content)
+            for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")
+        },
+    }
+
+
+INPUTS: Mapping[str, Mapping[str, Generator]] = {
+    "a model's JSON file": JSON,
+    "a line of prompts": JSON,
+    "a batch file": LINES,
+    "an uploaded form": FORMS,
+    "an adapter's config": JSON,
+    "an adapter's patterns": ADAPTER_CONFIGS,
+    "an adapter's header": {**HEADERS, **JSON},
+    "a schema as text": {**JSON, **TEXTS},
+    "a regular expression": PATTERNS,
+    "a chat template": TEMPLATES,
+    "a text to be tokenized": TEXTS,
+    "tokenizer_config.json": {name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")},  # loading takes 0.1 s
+    **{f"answers in the format {name}": TEXTS for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")},
+}
+
+
+def check_time(what: str, make: Generator, read: Callable[[bytes], object], size: int, cpu_s: float = CPU_S) -> None:
+    content = make(size)
+    began = time.process_time()
+    with suppress(DovetailError, msgspec.MsgspecError):
+        read(content)
+    took_s = time.process_time() - began
+    assert took_s <= cpu_s + CPU_S_PER_BYTE * len(content), f"{what}: {took_s:.2f} s for {len(content)} bytes"
+
+
+def check_memory(what: str, make: Generator, read: Callable[[bytes], object], size: int) -> None:
+    content = make(size)
+    tracemalloc.start()
+    try:
+        with suppress(DovetailError, msgspec.MsgspecError):
+            read(content)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= MEMORY_BYTES + MEMORY_PER_BYTE * len(content), f"{what}: {peak} bytes for {len(content)}"
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_readers_take_little_time_per_byte(name: str, readers: Mapping[str, Callable[[bytes], object]]) -> None:
+    for kind, make in INPUTS[name].items():
+        check_time(f"{name}: {kind}", make, readers[name], SIZE, OWN_PROCESS_CPU_S.get(name, CPU_S))
+
+
+SLOWLY_TRACED = [name for name in INPUTS if name.startswith("answers")] + ["an adapter's patterns", "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow("tracing memory") if name in SLOWLY_TRACED else ()) for name in INPUTS])
+def test_readers_take_little_memory_per_byte(name: str, readers: Mapping[str, Callable[[bytes], object]]) -> None:
+    for kind, make in INPUTS[name].items():
+        check_memory(f"{name}: {kind}", make, readers[name], SIZE if FULL else MEMORY_SIZE)
+
+
+ENDPOINTS = [(operation.path, operation.request) for operation in OPERATIONS if operation.request is not None]
+
+
+@pytest.mark.parametrize(("path", "kind"), ENDPOINTS, ids=[path for path, _ in ENDPOINTS])
+def test_endpoints_take_little_time_per_byte(path: str, kind: type, http: Http) -> None:
+    for name, make in bodies(path, kind, all_of_them=FULL):
+        check_time(f"{path}: {name}", make, lambda body: http.post(path, body), SIZE)
+
+
+@pytest.mark.slow("bodies of 16 MB")
+@pytest.mark.parametrize(("path", "kind"), ENDPOINTS, ids=[path for path, _ in ENDPOINTS])
+def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, http: Http) -> None:
+    for name, make in bodies(path, kind, all_of_them=False):
+        held_s = http.held_s(path, [make(LARGEST - 10_000)])
+        assert held_s <= LOOP_HELD_S, f"{path}: {name}: {held_s:.2f} s"
+
+
+@pytest.mark.slow("bodies of 20 MB together")
+def test_many_large_bodies_at_once_never_hold_the_event_loop(http: Http) -> None:
+    for name, make in JSON.items():
+        body = b'{"prompt": "a", "max_tokens": 1, "extra": {"a": ' + make(1_200_000) + b"}}"
+        held_s = http.held_s("/v1/completions", [body] * 16)
+        assert held_s <= LOOP_HELD_S, f"{name}: {held_s:.2f} s"
