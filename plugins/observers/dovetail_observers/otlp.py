@@ -27,7 +27,7 @@ MAX_PAUSES = 100  # of a request; later preemptions have no phase of their own
 class OtlpOptions(BaseModel):
     """Options of the observer."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     endpoint: Annotated[
         str,
@@ -38,7 +38,7 @@ class OtlpOptions(BaseModel):
 class TraceContext(BaseModel):
     """What a request carries for the observer."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     trace_headers: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=4096)]] = Field(default_factory=dict, max_length=64)
     """Headers of the request; `traceparent` and `tracestate` are used."""
