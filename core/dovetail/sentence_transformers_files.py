@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import UnsupportedError
+from dovetail.checks import shown
+from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.json_files import read_json_object
 
@@ -50,7 +51,7 @@ TRANSFORMER = FileKeys(
         "max_seq_length": Used("the tokens to which texts are cut; without it, the tokenizer's `model_max_length`"),
         "transformer_task": Used("feature-extraction, sequence-classification or text-generation; others are refused"),
         "modality_config": Used("how texts are computed; only `forward` and its usual output is served, and no chat template"),
-        "do_lower_case": Refused("only the tokenizer's own rules are served", (False,)),
+        "do_lower_case": Used("texts are put in lower case before the tokenizer's own rules"),
         "module_output_name": NoEffect("the modules that follow name their input"),
         "unpad_inputs": NoEffect("nothing is padded"),
         "processing_kwargs": Refused("arguments of the tokenizer", ({},)),
@@ -111,6 +112,17 @@ def read_checked(path: Path, table: FileKeys) -> dict[str, Any]:
     content = read_json_object(path) if path.is_file() else {}
     table.check(content, path)
     return content
+
+
+def read_transformer(directory: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the path and content of `sentence_bert_config.json`, by whichever of its names. Raises
+    as `read_checked`, and `ModelLoadError` for a wrong `do_lower_case`."""
+    paths = [directory / name for name in TRANSFORMER_FILES]
+    path = next((path for path in paths if path.is_file()), paths[0])
+    content = read_checked(path, TRANSFORMER)
+    if type(lower := content.get("do_lower_case", False)) is not bool and lower is not None:
+        raise ModelLoadError(f"{path}: do_lower_case must be true or false, got {shown(lower)}")
+    return path, content
 
 
 def read_own(directory: Path) -> dict[str, Any]:

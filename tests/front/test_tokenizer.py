@@ -174,3 +174,14 @@ def test_the_chat_template_of_a_processor_is_used_if_the_tokenizer_has_none(tmp_
     with_settings(tmp_path, chat_template=None)
     with pytest.raises(ModelLoadError, match=r"chat_template.json: expected an object"):
         Tokenizer.load(directory)
+
+
+@pytest.mark.parametrize(("lower", "files"), [(True, ["modules.json"]), (False, ["modules.json"]), (True, [])], ids=str)
+def test_texts_are_put_in_lower_case_as_sentence_transformers_does(lower: bool, files: list[str], tmp_path: Path) -> None:
+    directory = with_settings(tmp_path)
+    (directory / "sentence_roberta_config.json").write_text(json.dumps({"do_lower_case": lower}))
+    for name in files:
+        (directory / name).write_text("[]")
+    text = "ROMEO loves Juliet"
+    expected = text.lower() if lower and files else text
+    assert Tokenizer.load(directory).encode(text) == Tokenizer.load(DEMO).encode(expected)

@@ -285,7 +285,7 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
     (lambda path: with_dense(path, out_features=9), r"expected numbers of shape \[9"),
     (lambda path: sentence_transformer(path, "Pooling", "LSTM"), "module sentence_transformers.models.LSTM isn't served"),
     (lambda path: sentence_transformer(path, "Normalize", "Pooling"), "served are modules in the order"),
-    (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"do_lower_case": True}), "do_lower_case"),
+    (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"do_lower_case": 1}), "do_lower_case must be true or false"),
     (lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"modality_config": {"message": {}}}), "texts in a chat template"),
     (
         lambda path: sentence_transformer(path, "Pooling", sentence_bert_config={"processing_kwargs": {"text": {"padding": 8}}}),
@@ -296,8 +296,8 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
         "modality_config: text = .*get_text_features",
     ),
     (
-        lambda path: sentence_transformer(path, "Pooling", sentence_roberta_config={"do_lower_case": True}),
-        "sentence_roberta_config.json: do_lower_case",
+        lambda path: sentence_transformer(path, "Pooling", sentence_roberta_config={"query_length": 8}),
+        "sentence_roberta_config.json: query_length",
     ),
     (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"similarity_fn_name": "maxsim"}), "'maxsim' isn't served"),
     (lambda path: sentence_transformer(path, "Pooling", config_sentence_transformers={"truncate_dim": 0}), "truncate_dim: expected a size, got 0"),

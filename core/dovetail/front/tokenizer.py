@@ -16,6 +16,7 @@ from dovetail.config_sizes import check_sizes
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, RequestError
 from dovetail.file_keys import FileKeys, NoEffect, Used
 from dovetail.json_files import MAX_DEPTH, check_json_file, read_json_object
+from dovetail.sentence_transformers_files import MODULES, read_transformer
 
 if TYPE_CHECKING:
     from dovetail.api.tokenizer import Chat
@@ -96,6 +97,8 @@ class Tokenizer(ABC):
             content = read_json_object(path)
             CHAT_TEMPLATE.check(content, path)
             tokenizer.chat_template = content.get("chat_template")
+        if (directory / MODULES.file).is_file() and read_transformer(directory)[1].get("do_lower_case"):
+            _lower_case(tokenizer, directory)
         return TransformersTokenizer(tokenizer)
 
     @property
@@ -387,6 +390,17 @@ def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
 def _is_empty(tokenizer: Any) -> bool:
     """True if the tokenizer has special tokens alone: transformers makes such a one, for some models, of a directory without tokenizer files."""
     return len(tokenizer) < 100 and not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+
+
+def _lower_case(tokenizer: Any, directory: Path) -> None:
+    """Put texts in lower case before the tokenizer's own rules, as sentence-transformers does. Raises `ModelLoadError` for one that can't."""
+    from tokenizers import normalizers
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelLoadError(f"{directory}: do_lower_case: this tokenizer is written in Python, and has no normalizer")
+    own = backend.normalizer
+    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
 
 
 def _loader(directory: Path) -> Any:

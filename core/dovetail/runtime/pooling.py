@@ -25,11 +25,10 @@ from dovetail.sentence_transformers_files import (
     NORMALIZE,
     OWN_FILE,
     POOLING,
-    TRANSFORMER,
-    TRANSFORMER_FILES,
     has_marks,
     read_checked,
     read_own,
+    read_transformer,
 )
 
 MadeFor = Literal["generate", "embed", "classify"]
@@ -243,9 +242,7 @@ def _logit_tokens(folder: Path) -> tuple[int, int | None]:
 def _max_length(directory: Path) -> int | None:
     """Return how many tokens of a text are used. Raises `UnsupportedError` for what changes the
     numbers and isn't implemented."""
-    paths = [directory / name for name in TRANSFORMER_FILES]
-    path = next((path for path in paths if path.is_file()), paths[0])
-    config = read_checked(path, TRANSFORMER)
+    path, config = read_transformer(directory)
     task = config.get("transformer_task", "feature-extraction")
     if task not in _OUTPUTS:
         raise UnsupportedError(f"{path}: transformer_task = {shown(task)} isn't served")
