@@ -76,6 +76,12 @@ def test_a_stderr_that_is_replaced_or_missing_is_no_problem() -> None:
     assert lines == ["1"]
 
 
+@pytest.fixture(scope="module")
+def torch_is_loaded() -> None:
+    LLM("demo", max_model_len=64).close()
+
+
+@pytest.mark.usefixtures("torch_is_loaded")
 def test_what_the_log_observer_and_statistics_tell_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
     with LLM("demo", disable_log_stats=False, max_model_len=64) as llm:
