@@ -1,8 +1,10 @@
-"""Formats of calls and reasoning that come with a model: what is written in one is read back, wherever it is cut."""
+"""Formats of calls and reasoning that come with a model: what is written in one is read back,
+wherever it is cut."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -23,10 +25,32 @@ from tests.support import examples
 
 some = examples(quick=60, full=300)
 NAMES = st.from_regex(r"[a-z][a-z0-9_.-]{0,11}", fullmatch=True)
-PIECES = ["a", " ", "\n", "{", "}", "[", ",", ":", '"', "\\", "<", "<|", "é", "😀", "</", "`" * 3, "|>"]
+PIECES = [
+    "a",
+    " ",
+    "\n",
+    "{",
+    "}",
+    "[",
+    ",",
+    ":",
+    '"',
+    "\\",
+    "<",
+    "<|",
+    "é",
+    "😀",
+    "</",
+    "`" * 3,
+    "|>",
+]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 SCALARS = st.none() | st.booleans() | st.integers(-99, 99) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=5)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
+)
 ARGUMENTS = st.dictionaries(NAMES, VALUES, max_size=3)
 CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
 PROSE = st.sampled_from(["", "Well.", "A < b", "{", "<|", "call:"])
@@ -102,7 +126,15 @@ FORMATS: dict[str, tuple[str, Callable[[Calls], str]]] = {
     "functiongemma": ("functiongemma", functiongemma),
     "harmony": ("harmony", harmony),
 }
-KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+KINDS = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 
 
 def tools_of(calls: Calls) -> list[dict[str, Any]]:
@@ -113,8 +145,16 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name, "parameters": {"properties": of}}} for name, of in kinds.items()]
 
 
-def read(pieces: Sequence[str], calls: str | None, reasoning: str | None, tools: Sequence[Mapping[str, Any]]) -> Answer:
-    chosen = ChosenParsers(None if calls is None else KNOWN.named("calls", calls), None if reasoning is None else KNOWN.named("reasoning", reasoning))
+def read(
+    pieces: Sequence[str],
+    calls: str | None,
+    reasoning: str | None,
+    tools: Sequence[Mapping[str, Any]],
+) -> Answer:
+    chosen = ChosenParsers(
+        None if calls is None else KNOWN.named("calls", calls),
+        None if reasoning is None else KNOWN.named("reasoning", reasoning),
+    )
     parser = parser_for(chosen, "", tools)
     assert parser is not None
     return joined([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
@@ -159,14 +199,46 @@ def test_kimis_ids_are_the_models() -> None:
     assert ids == ["functions.f:0", "functions.f:1"]
 
 
+SPACE = " " * 190
+HEADS = {
+    "harmony": f"<|start|>{SPACE}<|channel|>final{SPACE}{SPACE}!<|message|>",
+    "deepseek_v3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f{SPACE}{SPACE}!{{",
+    "kimi_k2": f"<|tool_call_begin|>{SPACE}f{SPACE}{SPACE}!{{",
+    "gemma4": f"<|tool_call>call:{SPACE}f!{{",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_full_of_spaces_costs_no_more_than_another(name: str) -> None:
+    begin = time.process_time()
+    text = HEADS[name] * 20
+    read([text], name, None, [{"function": {"name": "f"}}])
+    assert time.process_time() - begin < 0.2
+
+
 TEMPLATES = {
-    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}": ("harmony", "harmony"),
-    "{{'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}{% if thinking %}<think>{% endif %}</think>": ("deepseek_v3", "think"),
-    "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>": ("kimi_k2", None),
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}": (
+        "harmony",
+        "harmony",
+    ),
+    "{{'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}{% if thinking %}<think>{% endif %}</think>": (
+        "deepseek_v3",
+        "think",
+    ),
+    "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>": (
+        "kimi_k2",
+        None,
+    ),
     "{%- set toolcall_begin_token = '<minimax:tool_call>' -%} <think>": ("minimax_m2", "think"),
-    "{{- '<|tool_call>call:' -}} <|\"|> {{ '<|channel>thought\\n<channel|>' }}": ("gemma4", "gemma4_thought"),
+    "{{- '<|tool_call>call:' -}} <|\"|> {{ '<|channel>thought\\n<channel|>' }}": (
+        "gemma4",
+        "gemma4_thought",
+    ),
     "<start_function_call>call:{{ name }}": ("functiongemma", None),
-    'use the format <TOOLCALL>[{"name": "tool_name1"}]</TOOLCALL> <think></think>': ("nemotron_h", "think"),
+    'use the format <TOOLCALL>[{"name": "tool_name1"}]</TOOLCALL> <think></think>': (
+        "nemotron_h",
+        "think",
+    ),
     "within <tool_call></tool_call> XML tags, as granite-4.0 writes them": ("hermes", None),
     "<tool_call>{{ tc.name }}<arg_key>{{ k }}</arg_key></tool_call> <think>": ("glm45", "think"),
 }
@@ -178,7 +250,10 @@ def test_a_models_template_chooses_its_parsers(template: str) -> None:
     assert tuple(None if one is None else one.name for one in found) == TEMPLATES[template]
 
 
-NAMES_OF_VLLM: dict[Finds, Mapping[str, str | None]] = {"calls": vllm_names.CALLS, "reasoning": vllm_names.REASONING}
+NAMES_OF_VLLM: dict[Finds, Mapping[str, str | None]] = {
+    "calls": vllm_names.CALLS,
+    "reasoning": vllm_names.REASONING,
+}
 
 
 @pytest.mark.parametrize(("finds", "name"), [(finds, name) for finds, names in NAMES_OF_VLLM.items() for name in names])
@@ -202,7 +277,10 @@ def test_a_chat_with_gpt_oss_has_reasoning_text_and_calls(stream: bool) -> None:
     engine = ScriptedEngine()
     engine.script = Script(HARMONY_ANSWER)
     tools: Any = [{"type": "function", "function": {"name": "f"}}]
-    with serving_in_thread(lambda: engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="-", timeout=PATIENCE_S) as client:
+    with (
+        serving_in_thread(lambda: engine) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="-", timeout=PATIENCE_S) as client,
+    ):
         asked: Any = {
             "model": "fake",
             "messages": [{"role": "user", "content": "?"}],
@@ -213,7 +291,12 @@ def test_a_chat_with_gpt_oss_has_reasoning_text_and_calls(stream: bool) -> None:
             deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
             calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
             reasoning = "".join(getattr(delta, "reasoning", None) or "" for delta in deltas)
-            told = reasoning, "".join(delta.content or "" for delta in deltas), calls[0].name, "".join(call.arguments for call in calls)
+            told = (
+                reasoning,
+                "".join(delta.content or "" for delta in deltas),
+                calls[0].name,
+                "".join(call.arguments for call in calls),
+            )
         else:
             message = client.chat.completions.create(**asked).choices[0].message
             function = message.tool_calls[0].function

@@ -1,7 +1,8 @@
 """Texts of single tokens, as log-probabilities show them: what a token adds to the text before it.
 
-Joined, the texts of a sequence's tokens are the sequence's text. A token that ends within a character adds nothing; the token that completes the
-character adds it. Special tokens that aren't part of the text have their names as texts.
+Joined, the texts of a sequence's tokens are the sequence's text. A token that ends within a
+character adds nothing; the token that completes the character adds it. Special tokens that
+aren't part of the text have their names as texts.
 """
 
 from __future__ import annotations
@@ -27,8 +28,15 @@ MOST_CONTEXT = 4 * CONTEXT  # tokens before one that its text may depend on
 class TokenTexts:
     """Texts of a growing sequence's tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = (), unwritten: Container[int] = ()) -> None:
-        """`context`: the tokens before, which are not part of the text. `unwritten`: positions of tokens that the text leaves out."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        context: Sequence[int] = (),
+        unwritten: Container[int] = (),
+    ) -> None:
+        """`context`: the tokens before, which are not part of the text. `unwritten`: positions
+        of tokens that the text leaves out."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._text = token_text(tokenizer, context, skip_special_tokens)
@@ -54,7 +62,8 @@ class TokenTexts:
         return self._text.flush()
 
     def following(self, place: int, tokens: Sequence[int]) -> list[str]:
-        """Return what other tokens would have added. `place`: of the token that was there, among those that became text."""
+        """Return what other tokens would have added. `place`: of the token that was there, among
+        those that became text."""
         return self._following.of(self._tokens[max(0, place - MOST_CONTEXT) : place], tokens)
 
     def _written(self, token: int) -> str:
@@ -94,13 +103,20 @@ class FollowingTexts:
 
     def of(self, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
         """Return what each of `tokens` adds to the text of `before`."""
-        texts = [self._name(token) if self._skip and token in self._special_ids else None for token in tokens]
-        if self._is_within_text(before):
-            texts = [self._whole(token) if text is None else text for token, text in zip(tokens, texts, strict=True)]
-        if None not in texts:
-            return [text for text in texts if text is not None]
+        is_within = self._is_within_text(before)
+        known = [self._known(token, is_within) for token in tokens]
+        texts = [text for text in known if text is not None]
+        if len(texts) == len(known):
+            return texts
         decoded = self._decoded(before, tokens)
-        return [one if text is None else text for text, one in zip(texts, decoded, strict=True)]
+        return [one if text is None else text for text, one in zip(known, decoded, strict=True)]
+
+    def _known(self, token: int, is_within: bool) -> str | None:
+        """Return a token's text if it needn't be decoded with the text before. `is_within`: see
+        `_is_within_text`."""
+        if self._skip and token in self._special_ids:
+            return self._name(token)
+        return self._whole(token) if is_within else None
 
     def _is_within_text(self, before: Sequence[int]) -> bool:
         """True if the text before has begun and ends with a whole character."""
@@ -109,7 +125,8 @@ class FollowingTexts:
         return bool(before) and before[-1] not in self._special_ids and bool(self._whole(before[-1]))
 
     def _whole(self, token: int) -> str | None:
-        """Return a token's text within a text; None if it isn't whole characters, or isn't known."""
+        """Return a token's text within a text; None if it isn't whole characters, or isn't
+        known."""
         if token not in self._wholes:
             spell = speller(self._tokenizer)
             try:
@@ -147,13 +164,15 @@ def speller(tokenizer: Tokenizer, /) -> Callable[[int], bytes] | None:
 
 
 def texts_of_prompt(tokenizer: Tokenizer, prompt: str | None, token_ids: Sequence[int]) -> TokenTexts:
-    """Return what makes the texts of a prompt's tokens, to be given all of them in order. `prompt`: its text, or None if it was given as ids."""
+    """Return what makes the texts of a prompt's tokens, to be given all of them in order.
+    `prompt`: its text, or None if it was given as ids."""
     return TokenTexts(tokenizer, skip_special_tokens=False, unwritten=unwritten(tokenizer, prompt, token_ids))
 
 
 def unwritten(tokenizer: Tokenizer, prompt: str | None, token_ids: Sequence[int]) -> Container[int]:
-    """Return the positions of a prompt's tokens that its text doesn't have: those that the tokenizer puts around texts. If the prompt was given as
-    token ids (None), all of them are its text."""
+    """Return the positions of a prompt's tokens that its text doesn't have: those that the
+    tokenizer puts around texts. If the prompt was given as token ids (None), all of them are its
+    text."""
     if prompt is None:
         return ()
     first, last = tokenizer.around

@@ -1,7 +1,7 @@
 """Tool calls of DeepSeek-V3, R1 and V3.1, within `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`.
 
-V3.1 writes a name and an object, `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`. V3 and R1 write `function` in place of the name, and
-then the name and a block of code with the object.
+V3.1 writes a name and an object, `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`. V3 and
+R1 write `function` in place of the name, and then the name and a block of code with the object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class DeepseekV3Calls(SectionCalls):
     section_end = "<｜tool▁calls▁end｜>"
     call_begin = "<｜tool▁call▁begin｜>"
     call_end = "<｜tool▁call▁end｜>"
-    head_pattern = re.compile(rf"\s*(?:function\s*{_SEP}\s*(?P<name_in_code>{_NAME})\s*(?P<fence>{_FENCE}(?:json)?)?|(?P<name>{_NAME})\s*{_SEP})\s*")
+    head_pattern = re.compile(
+        rf"\s*+(?:function\s*+{_SEP}\s*+(?P<name_in_code>{_NAME})\s*(?P<fence>{_FENCE}(?:json)?)?|(?P<name>{_NAME})\s*{_SEP})\s*"
+    )
     capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=((section_begin,),))
     examples = (
         ParserExample("Hi <｜tool｜>.", "Hi <｜tool｜>."),
@@ -51,14 +53,22 @@ class DeepseekV3Calls(SectionCalls):
         Malformed(
             "no marks of a section",
             "the marks of a call suffice",
-            ParserExample(f'<｜tool▁call▁begin｜>f{_SEP}{{"a": 1}}<｜tool▁call▁end｜>B', "B", calls=(("f", '{"a": 1}'),)),
+            ParserExample(
+                f'<｜tool▁call▁begin｜>f{_SEP}{{"a": 1}}<｜tool▁call▁end｜>B',
+                "B",
+                calls=(("f", '{"a": 1}'),),
+            ),
         ),
         Malformed(
             "no end marks",
             "the call ends with its last brace, and the backticks after it",
             ParserExample(f"{_BEGIN}function{_SEP}f\n```json\n{{}}\n```\nB", "B", calls=(("f", "{}"),)),
         ),
-        Malformed("no `<｜tool▁sep｜>`", "all of it is content", ParserExample(f"{_BEGIN}f{{}}", f"{_BEGIN}f{{}}")),
+        Malformed(
+            "no `<｜tool▁sep｜>`",
+            "all of it is content",
+            ParserExample(f"{_BEGIN}f{{}}", f"{_BEGIN}f{{}}"),
+        ),
     )
 
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
@@ -68,7 +78,10 @@ class DeepseekV3Calls(SectionCalls):
     @classmethod
     def call_form(cls, template: str) -> CallForm:
         if f"{_FENCE}json" in template:
-            return CallForm(lambda name: (f"{_BEGIN}function{_SEP}{name}\n{_FENCE}json\n", f"\n{_FENCE}{_END}"), cls.section_begin)
+            return CallForm(
+                lambda name: (f"{_BEGIN}function{_SEP}{name}\n{_FENCE}json\n", f"\n{_FENCE}{_END}"),
+                cls.section_begin,
+            )
         return CallForm(lambda name: (f"{_BEGIN}{name}{_SEP}", _END), cls.section_begin)
 
     def start(self, head: re.Match[str]) -> None:

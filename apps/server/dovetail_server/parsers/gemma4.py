@@ -1,6 +1,7 @@
 """Tool calls of Gemma 4: `<|tool_call>call:f{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`.
 
-Keys have no quotes, and strings stand between marks, within which nothing is escaped. Arguments are converted to JSON as they arrive.
+Keys have no quotes, and strings stand between marks, within which nothing is escaped. Arguments
+are converted to JSON as they arrive.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from typing import ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import Event, ParserCapabilities, ParserContext, ParserExample, ToolCallStart
+from dovetail.api.parser import (
+    Event,
+    ParserCapabilities,
+    ParserContext,
+    ParserExample,
+    ToolCallStart,
+)
 from dovetail_server.parsers.calls import ClosedCalls
 from dovetail_server.parsers.json_call import MAX_NAME, JsonValue
 from dovetail_server.parsers.pieces import Malformed, Marks, after_space
@@ -24,7 +31,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class Gemma4Calls(ClosedCalls):
-    """All marks are special tokens. A call begins with its name and brace; from then on anything but arguments ends it."""
+    """All marks are special tokens. A call begins with its name and brace; from then on anything
+    but arguments ends it."""
 
     begin = "<|tool_call>"
     end = "<tool_call|>"
@@ -36,7 +44,10 @@ class Gemma4Calls(ClosedCalls):
         ParserExample(
             'A <|tool_call>call:f{a:<|"|>}"\n<|"|>,n:-1.5,b:true}<tool_call|><|tool_call>call:g{l:[1,<|"|>x<|"|>],o:{k:null}}<tool_call|>B',
             "AB",
-            calls=(("f", '{"a": "}\\"\\n", "n": -1.5, "b": true}'), ("g", '{"l": [1, "x"], "o": {"k": null}}')),
+            calls=(
+                ("f", '{"a": "}\\"\\n", "n": -1.5, "b": true}'),
+                ("g", '{"l": [1, "x"], "o": {"k": null}}'),
+            ),
         ),
         ParserExample("<|tool_call>no<tool_call|>", "<|tool_call>no<tool_call|>"),
     )
@@ -44,20 +55,34 @@ class Gemma4Calls(ClosedCalls):
         Malformed(
             "quotes of JSON",
             "they are read as in JSON",
-            ParserExample('<|tool_call>call:f{"a": "x\\n", "n": 1}<tool_call|>', calls=(("f", '{"a": "x\\n", "n": 1}'),)),
+            ParserExample(
+                '<|tool_call>call:f{"a": "x\\n", "n": 1}<tool_call|>',
+                calls=(("f", '{"a": "x\\n", "n": 1}'),),
+            ),
         ),
         Malformed(
             "a string without marks",
             "it is a string",
-            ParserExample("<|tool_call>call:f{a:New York,n:True}<tool_call|>", calls=(("f", '{"a": "New York", "n": true}'),)),
+            ParserExample(
+                "<|tool_call>call:f{a:New York,n:True}<tool_call|>",
+                calls=(("f", '{"a": "New York", "n": true}'),),
+            ),
         ),
         Malformed(
             "no last brace",
             "the call ends at the mark, without a brace",
             ParserExample("<|tool_call>call:f{n:1<tool_call|>B", "B", calls=(("f", '{"n": 1'),)),
         ),
-        Malformed("a comma after the last argument", "it is dropped", ParserExample("<|tool_call>call:f{n:1,}", calls=(("f", '{"n": 1}'),))),
-        Malformed("no `call:`", "all of it is content", ParserExample("<|tool_call>f{}<tool_call|>", "<|tool_call>f{}<tool_call|>")),
+        Malformed(
+            "a comma after the last argument",
+            "it is dropped",
+            ParserExample("<|tool_call>call:f{n:1,}", calls=(("f", '{"n": 1}'),)),
+        ),
+        Malformed(
+            "no `call:`",
+            "all of it is content",
+            ParserExample("<|tool_call>f{}<tool_call|>", "<|tool_call>f{}<tool_call|>"),
+        ),
     )
 
     def __init__(self, options: BaseModel, context: ParserContext) -> None:

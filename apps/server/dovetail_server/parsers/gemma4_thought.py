@@ -15,7 +15,11 @@ class Gemma4Reasoning(ThinkReasoning):
     examples = (
         ParserExample("Hi.", "Hi."),
         ParserExample("<|channel>thought\na\n<channel|>b", "b", "a"),
-        ParserExample("<|channel>thought<channel <channel|> <|channel>thought", "<|channel>thought", "<channel"),
+        ParserExample(
+            "<|channel>thought<channel <channel|> <|channel>thought",
+            "<|channel>thought",
+            "<channel",
+        ),
         ParserExample("<|channel>thought\n<channel|>b", "b"),
         ParserExample("<|channel>thought a<|tool_call>", reasoning="a<|tool_call>"),
     )

@@ -1,7 +1,9 @@
-"""Answers of gpt-oss, in the format Harmony: a sequence of messages, `<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>…`.
+"""Answers of gpt-oss, in the format Harmony: a sequence of messages,
+`<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>…`.
 
-The channel `analysis` is reasoning, `final` the answer. A message to a function is a call: `<|channel|>commentary to=functions.f
-<|constrain|>json<|message|>{…}`. One on `commentary` to nobody, which announces calls, is content.
+The channel `analysis` is reasoning, `final` the answer. A message to a function is a call:
+`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}`. One on `commentary` to
+nobody, which announces calls, is content.
 """
 
 from __future__ import annotations
@@ -12,7 +14,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dovetail.api.parser import Content, Event, ParserCapabilities, ParserContext, ParserExample, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail.api.parser import (
+    Content,
+    Event,
+    ParserCapabilities,
+    ParserContext,
+    ParserExample,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+)
 from dovetail_server.parsers.calls import new_call_id
 from dovetail_server.parsers.json_call import MAX_NAME, JsonValue
 from dovetail_server.parsers.pieces import Malformed, Marks, OutputParser, after_space
@@ -23,25 +34,35 @@ _CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 _MESSAGE = Marks("<|message|>")
 _BEGINS = Marks("<|start|>", "<|channel|>")
 _ENDS = Marks("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_TO = rf"(?:\s*to=(?P<{{}}>[^\s<>{{{{}}}}\"]{{{{1,{MAX_NAME}}}}}))?\s*"
+# Possessive, so that a long head of spaces isn't tried in all ways.
+_TO = rf"(?:\s*+to=(?P<{{}}>[^\s<>{{{{}}}}\"]{{{{1,{MAX_NAME}}}}}+))?\s*+"
 _HEAD = re.compile(
-    rf"(?:<\|start\|>\s*(?:assistant)?{_TO.format('to_first')})?"
-    rf"<\|channel\|>\s*(?P<channel>analysis|commentary|final){_TO.format('to')}(?P<type>(?:<\|constrain\|>)?\s*\w{{0,32}}\s*)<\|message\|>"
+    rf"(?:<\|start\|>\s*+(?:assistant)?{_TO.format('to_first')})?"
+    rf"<\|channel\|>\s*+(?P<channel>analysis|commentary|final){_TO.format('to')}"
+    rf"(?P<type>(?:<\|constrain\|>)?\s*+\w{{0,32}}+\s*+)<\|message\|>"
 )
 
 
 class HarmonyAnswer(OutputParser):
-    """All marks are special tokens. Text outside messages is content: that of a model which is constrained to a format has no marks. A message ends
-    where the next begins if its end mark is missing."""
+    """All marks are special tokens. Text outside messages is content: that of a model which is
+    constrained to a format has no marks. A message ends where the next begins if its end mark is
+    missing."""
 
     capabilities = ParserCapabilities(
-        calls=True, reasoning=(_ANALYSIS, _FINAL), special_tokens=True, templates=(("<|start|>assistant", "<|channel|>analysis"),)
+        calls=True,
+        reasoning=(_ANALYSIS, _FINAL),
+        special_tokens=True,
+        templates=(("<|start|>assistant", "<|channel|>analysis"),),
     )
     examples = (
         ParserExample("Hi <|channel.", "Hi <|channel."),
         ParserExample(f"{_FINAL}Hi.<|return|>", "Hi."),
         ParserExample(f"{_ANALYSIS}a <|en<|end|><|start|>assistant{_FINAL}b", "b", "a <|en"),
-        ParserExample(f"{_ANALYSIS}a<|end|><|start|>assistant{_CALL}{{}}<|call|>", reasoning="a", calls=(("f", "{}"),)),
+        ParserExample(
+            f"{_ANALYSIS}a<|end|><|start|>assistant{_CALL}{{}}<|call|>",
+            reasoning="a",
+            calls=(("f", "{}"),),
+        ),
         ParserExample(
             f'{_ANALYSIS}a<|end|><|start|>assistant{_CALL}{{"a": "}}<"}}<|call|>'
             f'<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{{"b": [1]}}<|call|>',
@@ -51,11 +72,21 @@ class HarmonyAnswer(OutputParser):
         ParserExample("<|channel|>oops<|message|>x", "<|channel|>oops<|message|>x"),
     )
     malformed = (
-        Malformed("no `<|call|>`", "the call ends with its last brace", ParserExample(f"{_CALL}{{}} B", " B", calls=(("f", "{}"),))),
         Malformed(
-            "no `<|end|>`", "the next message's first mark ends the message", ParserExample(f"{_CALL}{{}}{_FINAL}B", "B", calls=(("f", "{}"),))
+            "no `<|call|>`",
+            "the call ends with its last brace",
+            ParserExample(f"{_CALL}{{}} B", " B", calls=(("f", "{}"),)),
         ),
-        Malformed("a call without arguments", "they are empty", ParserExample(f"{_CALL}<|call|>", calls=(("f", "{}"),))),
+        Malformed(
+            "no `<|end|>`",
+            "the next message's first mark ends the message",
+            ParserExample(f"{_CALL}{{}}{_FINAL}B", "B", calls=(("f", "{}"),)),
+        ),
+        Malformed(
+            "a call without arguments",
+            "they are empty",
+            ParserExample(f"{_CALL}<|call|>", calls=(("f", "{}"),)),
+        ),
         Malformed(
             "arguments that aren't a JSON object",
             "they are what the model wrote",

@@ -1,5 +1,6 @@
-"""Tool calls of Kimi K2: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, any number within
-`<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`."""
+"""Tool calls of Kimi K2:
+`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`, any number
+within `<|tool_calls_section_begin|>` and `<|tool_calls_section_end|>`."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ _END = "<|tool_call_end|><|tool_calls_section_end|>"
 
 
 class KimiK2Calls(SectionCalls):
-    """All marks are special tokens. The id of a call is the model's, with the function's name and a number, since the template repeats it."""
+    """All marks are special tokens. The id of a call is the model's, with the function's name
+    and a number, since the template repeats it."""
 
     section_begin = "<|tool_calls_section_begin|>"
     section_end = "<|tool_calls_section_end|>"
     call_begin = "<|tool_call_begin|>"
     call_end = "<|tool_call_end|>"
     head_pattern = re.compile(
-        rf"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>{{}}\":]{{1,{MAX_NAME}}})(?::[0-9]{{1,9}})?)\s*<\|tool_call_argument_begin\|>\s*"
+        rf"\s*+(?P<id>(?:functions\.)?(?P<name>[^\s<>{{}}\":]{{1,{MAX_NAME}}})(?::[0-9]{{1,9}})?)\s*<\|tool_call_argument_begin\|>\s*"
     )
     capabilities = ParserCapabilities(calls=True, special_tokens=True, templates=(("<|tool_call_argument_begin|>",),))
     examples = (
@@ -40,7 +42,11 @@ class KimiK2Calls(SectionCalls):
         Malformed(
             "no marks of a section",
             "the marks of a call suffice",
-            ParserExample('<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>B', "B", calls=(("f", '{"a": 1}'),)),
+            ParserExample(
+                '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>B',
+                "B",
+                calls=(("f", '{"a": 1}'),),
+            ),
         ),
         Malformed(
             "a name without `functions.` or number",
@@ -50,11 +56,22 @@ class KimiK2Calls(SectionCalls):
         Malformed(
             "no end marks",
             "the call ends with its last brace",
-            ParserExample(f"{_BEGIN}functions.f:0<|tool_call_argument_begin|>{{}} B", "B", calls=(("f", "{}"),)),
+            ParserExample(
+                f"{_BEGIN}functions.f:0<|tool_call_argument_begin|>{{}} B",
+                "B",
+                calls=(("f", "{}"),),
+            ),
         ),
-        Malformed("no `<|tool_call_argument_begin|>`", "all of it is content", ParserExample(f"{_BEGIN}f {{}}", f"{_BEGIN}f {{}}")),
+        Malformed(
+            "no `<|tool_call_argument_begin|>`",
+            "all of it is content",
+            ParserExample(f"{_BEGIN}f {{}}", f"{_BEGIN}f {{}}"),
+        ),
     )
 
     @classmethod
     def call_form(cls, template: str) -> CallForm:
-        return CallForm(lambda name: (f"{_BEGIN}functions.{name}:0<|tool_call_argument_begin|>", _END), cls.section_begin)
+        return CallForm(
+            lambda name: (f"{_BEGIN}functions.{name}:0<|tool_call_argument_begin|>", _END),
+            cls.section_begin,
+        )

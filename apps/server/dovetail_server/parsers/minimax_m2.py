@@ -1,4 +1,5 @@
-"""Tool calls of MiniMax-M2: `<minimax:tool_call><invoke name="f"><parameter name="key">value</parameter>…</invoke>…</minimax:tool_call>`."""
+"""Tool calls of MiniMax-M2: `<minimax:tool_call><invoke name="f"><parameter
+name="key">value</parameter>…</invoke>…</minimax:tool_call>`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ class MinimaxM2Calls(FunctionTagCalls):
     capabilities = ParserCapabilities(calls=True, templates=((begin,),))
     examples = (
         ParserExample('Hi <invoke name="f">.', 'Hi <invoke name="f">.'),
-        ParserExample('<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>', calls=(("f", "{}"),)),
+        ParserExample(
+            '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+            calls=(("f", "{}"),),
+        ),
         ParserExample(
             'A\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">\n</p</parameter>\n</invoke>\n'
             '<invoke name="g">\n<parameter name="j">[1]</parameter>\n</invoke>\n</minimax:tool_call>B',
@@ -41,12 +45,19 @@ class MinimaxM2Calls(FunctionTagCalls):
         Malformed(
             "no `</invoke>`",
             "`</minimax:tool_call>` ends the call",
-            ParserExample('<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></minimax:tool_call>', calls=(("f", '{"a": "1"}'),)),
+            ParserExample(
+                '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></minimax:tool_call>',
+                calls=(("f", '{"a": "1"}'),),
+            ),
         ),
         Malformed(
             "text between the tags",
             "the call ends there, and the rest is content",
-            ParserExample('<minimax:tool_call><invoke name="f">oops</invoke></minimax:tool_call>', "oops</invoke>", calls=(("f", ""),)),
+            ParserExample(
+                '<minimax:tool_call><invoke name="f">oops</invoke></minimax:tool_call>',
+                "oops</invoke>",
+                calls=(("f", ""),),
+            ),
         ),
     )
     function_begin = '<invoke name="'

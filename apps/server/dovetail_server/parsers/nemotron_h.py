@@ -1,4 +1,5 @@
-"""Tool calls of Nemotron-H and Nemotron Nano 2: `<TOOLCALL>[{"name": …, "arguments": …}, …]</TOOLCALL>`."""
+"""Tool calls of Nemotron-H and Nemotron Nano 2: `<TOOLCALL>[{"name": …, "arguments": …},
+…]</TOOLCALL>`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ class NemotronHCalls(ArrayCalls, ClosedCalls):
             "the bracket ends the calls",
             ParserExample('<TOOLCALL>[{"name": "f"}] B', "B", calls=(("f", "{}"),)),
         ),
-        Malformed("an empty array", "all of it is content", ParserExample("<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>")),
+        Malformed(
+            "an empty array",
+            "all of it is content",
+            ParserExample("<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>"),
+        ),
         Malformed(
             "invalid JSON after the name",
             "the call ends there, and the rest is content",
@@ -62,4 +67,7 @@ class NemotronHCalls(ArrayCalls, ClosedCalls):
 
 
 def _around(name: str) -> tuple[str, str]:
-    return f'<TOOLCALL>[{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}]</TOOLCALL>"
+    return (
+        f'<TOOLCALL>[{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ',
+        "}]</TOOLCALL>",
+    )

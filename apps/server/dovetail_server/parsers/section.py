@@ -1,4 +1,5 @@
-"""`SectionCalls`: base of formats that write a section of calls, each with a name, a separator and arguments in JSON, between special tokens."""
+"""`SectionCalls`: base of formats that write a section of calls, each with a name, a separator
+and arguments in JSON, between special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ MAX_HEAD = 600  # characters before the arguments
 
 
 class SectionCalls(NamedCalls):
-    """A call may also come without the mark of the section. End marks after a call are dropped, and may be missing."""
+    """A call may also come without the mark of the section. End marks after a call are dropped,
+    and may be missing."""
 
     section_begin: ClassVar[str]
     section_end: ClassVar[str]
@@ -42,7 +44,11 @@ class SectionCalls(NamedCalls):
     def before_call(self, text: str, pos: int) -> int:
         """State: the mark of the first call in a section."""
         begin = after_space(text, pos)
-        tag = None if begin - pos > MAX_SPACE else tag_at(text, begin, (self.call_begin,)) if begin < len(text) else ""
+        tag: str | None = ""
+        if begin - pos > MAX_SPACE:
+            tag = None
+        elif begin < len(text):
+            tag = tag_at(text, begin, (self.call_begin,))
         if tag == "":
             return self.hold(text, pos)
         if tag is None:
@@ -78,6 +84,7 @@ class SectionCalls(NamedCalls):
     def finish(self) -> list[Event]:
         """Return the remaining events. A truncated end mark is markup, too."""
         begun = self._held.strip()
-        if self.marks_now is self._marks_after_call and begun and any(end.startswith(begun) for end in (self.call_end, self.section_end)):
+        ends = (self.call_end, self.section_end)
+        if self.marks_now is self._marks_after_call and begun and any(end.startswith(begun) for end in ends):
             self._held = ""
         return super().finish()

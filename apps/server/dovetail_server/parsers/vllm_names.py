@@ -1,4 +1,5 @@
-"""vLLM's names of parsers (those of 0.25.1), for commands that are carried over: what each is called here, or that its format has no parser."""
+"""vLLM's names of parsers (those of 0.25.1), for commands that are carried over: what each is
+called here, or that its format has no parser."""
 
 from __future__ import annotations
 
