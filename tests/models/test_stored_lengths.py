@@ -38,6 +38,26 @@ def save_tokenizer(directory: Path, **settings: Any) -> None:
     PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", **settings).save_pretrained(directory)
 
 
+@pytest.mark.parametrize("prompt", [[5, 9, 7, 7], [5, 7, 9], [7, 7, 7], [9, 5], [7, 5, 7]], ids=str)
+def test_a_classifier_skips_the_pad_token_at_the_end_as_transformers_does(prompt: list[int], classifier: Any) -> None:
+    llm, theirs = classifier
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.tensor([prompt])).logits.softmax(-1)[0]
+    [output] = llm.classify([prompt], use_tqdm=False)
+    assert list(output.prompt_token_ids) == prompt
+    np.testing.assert_allclose(output.outputs.probs, expected.numpy(), atol=1e-5)
+    [each] = llm.encode([prompt], pooling_task="token_classify", use_tqdm=False)
+    assert len(each.outputs.data) == len(prompt)
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("classifier")
+    model = save(directory, "Qwen3ForSequenceClassification", num_labels=3, pad_token_id=7)
+    with LLM(str(directory)) as llm:
+        yield llm, model
+
+
 @pytest.mark.parametrize(
     ("files", "settings", "kept"),
     [
@@ -81,26 +101,6 @@ def test_pairs_are_cut_and_typed_as_cross_encoders_are(names: list[str], tmp_pat
         [output] = llm.score(text(query), text(document), use_tqdm=False)
     assert output.outputs is not None
     assert output.outputs.score == rounded(float(expected), roundings_of(model.config, 20))
-
-
-@pytest.mark.parametrize("prompt", [[5, 9, 7, 7], [5, 7, 9], [7, 7, 7], [9, 5], [7, 5, 7]], ids=str)
-def test_a_classifier_skips_the_pad_token_at_the_end_as_transformers_does(prompt: list[int], classifier: Any) -> None:
-    llm, theirs = classifier
-    with torch.no_grad():
-        expected = theirs(input_ids=torch.tensor([prompt])).logits.softmax(-1)[0]
-    [output] = llm.classify([prompt], use_tqdm=False)
-    assert list(output.prompt_token_ids) == prompt
-    np.testing.assert_allclose(output.outputs.probs, expected.numpy(), atol=1e-5)
-    [each] = llm.encode([prompt], pooling_task="token_classify", use_tqdm=False)
-    assert len(each.outputs.data) == len(prompt)
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    directory = tmp_path_factory.mktemp("classifier")
-    model = save(directory, "Qwen3ForSequenceClassification", num_labels=3, pad_token_id=7)
-    with LLM(str(directory)) as llm:
-        yield llm, model
 
 
 def test_a_request_may_set_another_length(tmp_path: Path) -> None:
