@@ -61,15 +61,25 @@ def test_texts_of_one_request_count_together() -> None:
         texts.read(many)
 
 
-@pytest.mark.parametrize("text", [b"\xff", b"{", b"\xff\xfe[\0]\0", "[" * 200_000, "9" * 5_000, '"\ud800'])
+@pytest.mark.parametrize("text", [b"\xff", b"{", b"\xff\xfe[\0]\0", "[" * 200_000, "1.", '"\ud800'])
 def test_what_is_no_json_is_refused(text: bytes | str) -> None:
     with pytest.raises(WrongJsonError):
         read_json(text, ANY._replace(depth=100))
 
 
-@pytest.mark.parametrize("unit", [b"[],", b'"",', b'{"a":', b"\\\\", b'\\"', b"[", b"]", b"a"])
+@pytest.mark.parametrize("shift", [0, 65_400, 65_530])
+@pytest.mark.parametrize("number", ["9" * 200, "-" + "9" * 5_000, "0." + "1" * 300, "1e" + "1" * 250])
+def test_long_numbers_are_refused_and_digits_in_strings_are_not(number: str, shift: int) -> None:
+    """`shift`: spaces before it, so that it lies across a boundary of pieces."""
+    spaces = " " * shift
+    for text in (number, f'["\\"", {number}]', f'{{"a": {number}}}'):
+        assert excess_of((spaces + text).encode(), ANY) == "a number of more than 100 digits"
+    assert read_json(f'{spaces}["\\"{number}\\\\", "{number}"]', ANY)[1] == number
+
+
+@pytest.mark.parametrize("unit", [b"[],", b'"",', b'{"a":', b"\\\\", b'\\"', b"[", b"]", b"a", b"9" * 100 + b" "])
 def test_counting_takes_little_time_per_byte(unit: bytes) -> None:
-    text = b'["' * (unit.startswith(b"\\")) + unit * ((1 << 20) // len(unit))
+    text = b'["' * unit.startswith((b"\\", b"9")) + unit * ((1 << 20) // len(unit))
     began = time.thread_time()
     excess_of(text, ANY)
     assert (time.thread_time() - began) / len(text) < 100e-9

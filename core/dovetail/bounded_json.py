@@ -7,12 +7,14 @@ keys, and the nesting are counted in the bytes first, at some 10 ns per byte, in
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 _PIECE_BYTES = 1 << 16
 _MARKS = b'[]{}:"'
 _NO_MARKS = bytes(set(range(256)) - set(_MARKS))
 _DEEPER, _PARTS = (bytes(value in group for value in range(256)) for group in (b"[{", b"[{:"))
+_LONG_NUMBER = re.compile(rb"[0-9]{100,}")  # reading and writing integers takes time that is quadratic in their digits
 _SHALLOWER = bytes(value in b"]}" for value in range(256))
 
 
@@ -39,10 +41,10 @@ class JsonTexts:
     def read(self, text: bytes | str, **options: Any) -> Any:
         """Parse JSON, bytes in UTF-8. The options are those of `json.loads`. Raises `WrongJsonError`, and what the options raise."""
         data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-        parts, depth = _measured(data, self._left)
-        if (excess := _excess(parts, depth, self._left)) is not None:
+        measured = _measured(data, self._left)
+        if (excess := _excess(measured, self._left)) is not None:
             raise WrongJsonError(excess)
-        self._left = self._left._replace(parts=self._left.parts - parts)
+        self._left = self._left._replace(parts=self._left.parts - measured.parts)
         try:
             return json.loads(text if isinstance(text, str) else text.decode("utf-8-sig"), **options)
         except RecursionError:
@@ -63,19 +65,34 @@ def read_json(text: bytes | str, bounds: JsonBounds = OF_TEXTS, **options: Any) 
 def excess_of(data: bytes, bounds: JsonBounds) -> str | None:
     """Return what a JSON text in UTF-8 has too many of; None if it keeps within the bounds, or if a parser would stop at an error before."""
     containers = data.count(b"[") + data.count(b"{")  # those within strings included
-    if containers <= bounds.depth and containers + data.count(b":") <= bounds.parts:
+    if containers <= bounds.depth and containers + data.count(b":") <= bounds.parts and _LONG_NUMBER.search(data) is None:
         return None
-    return _excess(*_measured(data, bounds), bounds)
+    return _excess(_measured(data, bounds), bounds)
 
 
-def _excess(parts: int, depth: int, bounds: JsonBounds) -> str | None:
+def _excess(measured: _Measured, bounds: JsonBounds) -> str | None:
+    parts, depth, long_number = measured
+    if long_number:
+        return "a number of more than 100 digits"
     if depth > bounds.depth:
         return f"more than {bounds.depth} lists and objects in one another"
     return f"more than {bounds.parts} lists, objects and keys" if parts > bounds.parts else None
 
 
-def _measured(data: bytes, bounds: JsonBounds) -> tuple[int, int]:
-    """Return the parts and the depth of a text, up to the piece that exceeds a bound."""
+class _Measured(NamedTuple):
+    """Counts of a text, up to the piece that exceeds a bound."""
+
+    parts: int
+    depth: int
+    long_number: bool
+
+
+def _plain(text: bytes) -> bytes:
+    """Return a text without escapes, so that each quote begins or ends a string."""
+    return text.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
+def _measured(data: bytes, bounds: JsonBounds) -> _Measured:
     import numpy as np
 
     is_part, deeper, shallower = (np.frombuffer(table, np.int8) for table in (_PARTS, _DEEPER, _SHALLOWER))
@@ -88,8 +105,13 @@ def _measured(data: bytes, bounds: JsonBounds) -> tuple[int, int]:
         if backslashes % 2 and start + len(piece) < len(data):
             piece = piece[:-1]  # the last one escapes a byte of the next piece
         start += len(piece)
-        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        marks = np.frombuffer(plain.translate(None, _NO_MARKS), np.uint8)
+        read, quoted = 0, int(in_string)
+        for found in _LONG_NUMBER.finditer(piece):  # one that lies across pieces may have twice as many
+            quoted += _plain(piece[read : found.start()]).count(b'"')
+            read = found.start()
+            if quoted % 2 == 0:
+                return _Measured(parts, deepest, long_number=True)
+        marks = np.frombuffer(_plain(piece).translate(None, _NO_MARKS), np.uint8)
         quotes = np.cumsum(marks == ord('"'), dtype=np.int32) + in_string
         outside = marks[quotes % 2 == 0]
         if quotes.size:
@@ -98,4 +120,4 @@ def _measured(data: bytes, bounds: JsonBounds) -> tuple[int, int]:
             levels = depth + np.cumsum(steps[outside], dtype=np.int32)
             depth, deepest = int(levels[-1]), max(deepest, int(levels.max()))
             parts += int(np.count_nonzero(is_part[outside]))
-    return parts, deepest
+    return _Measured(parts, deepest, long_number=False)

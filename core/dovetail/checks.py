@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 INT64 = (-(2**63), 2**63 - 1)  # the range of numpy's integers
+_SHOWN = 80  # characters of a value in an error
 MAX_TIME_S = 1e9  # 31 years in either direction: exact as microseconds in JSON, and within 64 bits as a trace's nanoseconds
 _SURE_DIGITS = 17  # as many tell any double
 _ZERO = re.compile(r"-?0(?:\.0+)?(?:[eE].*)?")
@@ -19,12 +20,30 @@ BINARY = bytes | bytearray | memoryview  # neither text nor numbers, though Pyth
 
 
 def shown(value: Any) -> str:
-    """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any length."""
+    """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any length. Reads no more than it shows."""
     try:
-        text = repr(value)
+        text = _repr(value, _SHOWN + 1)
     except Exception:  # somebody else's class, or an integer that Python finds too long to print
         return f"a value of type {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _repr(value: Any, room: int) -> str:
+    """Return the repr of a value, or the beginning of it if that has more than `room` characters."""
+    kind = type(value)
+    if kind in (str, bytes):
+        return repr(value[:room])
+    if kind not in (list, tuple, dict) or not value:
+        return repr(value)
+    text = "[" if kind is list else "(" if kind is tuple else "{"
+    for index, item in enumerate(value):
+        if len(text) > room:
+            return text
+        text += (", " if index else "") + _repr(item, room - len(text))
+        if kind is dict:
+            text += ": " + _repr(value[item], max(0, room - len(text)))
+    comma = "," if kind is tuple and len(value) == 1 else ""
+    return text + comma + ("]" if kind is list else ")" if kind is tuple else "}")
 
 
 def is_integer(value: Any) -> bool:
