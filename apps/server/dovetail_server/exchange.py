@@ -229,15 +229,18 @@ class Exchange:
         data = b"".join([part async for part in self.received(most, too_large)])
         self.fields = getattr(kind, "__struct_encode_fields__", ())
         limits = self.engine.info.intake.limits
-        work = partial(decode, data, kind, JsonBounds(limits.max_json_parts, limits.max_json_depth))
-        if len(data) <= SIZES[0]:
-            body = work()
-        else:
-            async with self.attended():
-                body = await self.server.preparing.decode(self.client, len(data), work)
+        self._body_bytes = len(data)
+        body = await self.beside(partial(decode, data, kind, JsonBounds(limits.max_json_parts, limits.max_json_depth)))
         check_counts(body, limits)
-        self._body_bytes, self._client = len(data), getattr(body, "client", None)
+        self._client = getattr(body, "client", None)
         return body
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Return the result of `work` on the body, beside the event loop if the body is large. Raises what `attended` and `work` raise."""
+        if self._body_bytes <= SIZES[0]:
+            return work()
+        async with self.attended():
+            return await self.server.preparing.decode(self.client, self._body_bytes, work)
 
     async def generation_body(self, kind: type[G]) -> tuple[G, str]:
         """Decode the body of a generating endpoint; return it and the model name for the answer. Raises what `body`, `ignore` and `model_named`

@@ -20,6 +20,7 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 _OF_TYPE = re.compile(r"Invalid (?:enum )?value '(.*)'", re.DOTALL)
 _MEDIA = ("image", "document", "input_image", "input_file", "input_audio", "input_video", "image_url", "audio", "video", "file")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$", re.DOTALL)
+_LONGEST_PLACE, _LONGEST_REASON = 1_000, 300  # characters
 
 
 @lru_cache(maxsize=64)
@@ -49,10 +50,10 @@ def converted(value: Any, kind: type[T], place: str) -> T:
 
 
 def _explained(text: str, kind: Any, within: str = "") -> HttpError:
-    found = _PLACE.search(text)
+    found = _PLACE.search(text, max(0, len(text) - _LONGEST_PLACE))  # at its end: it may quote the largest value
     place = ".".join(one for one in (within, found[1][:200] if found else "") if one)
-    reason = _PLACE.sub("", text)
-    if " - at `key` in " in text:
+    reason = text if found is None else text[: found.start()]
+    if found is not None and found[0].startswith(" - at `key` in "):
         reason = f"a key: {reason}"
     if unknown := _UNKNOWN.match(reason):
         name, known = unknown[1], getattr(kind, "__struct_encode_fields__", ())
@@ -66,6 +67,8 @@ def _explained(text: str, kind: Any, within: str = "") -> HttpError:
     if of_type and of_type[1] in _MEDIA and place.endswith(".type"):
         place = place.removesuffix(".type")
         return HttpError(400, f"{place} is of type {of_type[1]!r}; models here read text", param=place, code="unsupported_parameter")
+    if len(reason) > _LONGEST_REASON:
+        reason = f"{reason[:_LONGEST_REASON]}..."
     return HttpError(400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=place or None, code="invalid_type")
 
 

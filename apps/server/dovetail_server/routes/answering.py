@@ -60,7 +60,7 @@ class PreparedChat(Generic[B]):
 async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     """Read a chat request, render and tokenize its conversation, and resolve its constraints. Raises `HttpError` and `RequestError`."""
     body, model = await exchange.generation_body(kind)
-    messages, options, params, demand, asked = body.to_conversation()
+    messages, options, params, demand, asked = await exchange.beside(body.to_conversation)
     exchange.check(params)
     options = steered(exchange, options, asked)
     prompt = await rendered(exchange, messages, options, cut=cuts(params))

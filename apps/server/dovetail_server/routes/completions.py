@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.routing import Route
@@ -24,8 +25,8 @@ from dovetail_server.routes.choices import Choices, ChunkStream, token_ids_of_pr
 async def completions(exchange: Exchange) -> None:
     """Continue one prompt or several."""
     body, model = await exchange.generation_body(CompletionRequest)
-    params, prompts = exchange.check(body.params()), body.prompts()
-    demand = read_demand(body, body.response_format)
+    params, prompts = exchange.check(await exchange.beside(body.params)), body.prompts()
+    demand = await exchange.beside(partial(read_demand, body, body.response_format))
     params = constrained(exchange, params, demand.param, demand.rule)
     exchange.check_samples(len(prompts), params.n)
     exchange.prompt_copies = params.n if body.echo or body.return_token_ids else 1
