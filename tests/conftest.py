@@ -39,12 +39,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             passed.write(f"{report.nodeid}\n")
 
 
-def is_of_profile(item: pytest.Item) -> bool:
+def is_of_profile(marks: set[str]) -> bool:
     """Whether `make test` (quick), `make test-slow` (slow) or `make test-full` (full: all) runs a test."""
-    slow = item.get_closest_marker("slow") is not None
-    if item.get_closest_marker("full") is not None:
-        return FULL
-    return FULL or slow == (PROFILE == "slow")
+    if FULL:
+        return True
+    return "full" not in marks and ("slow" in marks) == (PROFILE == "slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,15 +53,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))  # with `-n`, nobody is left alone with one at the end
+    kept = []
+    other = []
     for item in items:
         if item.nodeid in SLOW_CHECKS:
             item.add_marker(pytest.mark.slow(SLOW_CHECKS[item.nodeid]))
-    without_reason = [item.nodeid for item in items for mark in item.iter_markers("slow") if not mark.args]
-    if without_reason:
-        raise pytest.UsageError(f"marked slow without a reason: {', '.join(without_reason[:5])}")
-    other = [item for item in items if not is_of_profile(item)]
+        marks = list(item.iter_markers())
+        if any(mark.name == "slow" and not mark.args for mark in marks):
+            raise pytest.UsageError(f"marked slow without a reason: {item.nodeid}")
+        (kept if is_of_profile({mark.name for mark in marks}) else other).append(item)
     config.hook.pytest_deselected(items=other)
-    items[:] = [item for item in items if is_of_profile(item)]
+    items[:] = kept
     if PASSED:
         passed = set(Path(PASSED).read_text(encoding="utf-8").splitlines())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel
-from torch.nn.attention.varlen import varlen_attn
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, LayerCache, LayerSpec
 from dovetail.errors import DovetailError
@@ -117,6 +116,8 @@ class PackedLayer(AttentionLayer):
             starts, longest, reach = backend.query_starts, backend.longest, -1 if spec.window is None else spec.window - 1
             if gqa:  # torch 2.11 has no `enable_gqa` here
                 k, v = (x.repeat_interleave(spec.heads // spec.kv_heads, dim=1) for x in (k, v))
+            from torch.nn.attention.varlen import varlen_attn  # loads torch's compiler, nearly a second
+
             attended = varlen_attn(q, k, v, starts, starts, longest, longest, scale=spec.scale, window_size=(reach, reach))
             assert isinstance(attended, torch.Tensor)
             return attended
