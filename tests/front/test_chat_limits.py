@@ -133,6 +133,7 @@ def test_a_template_that_was_stopped_leaves_the_next_one_unharmed() -> None:
     renderer.close()
 
 
+@pytest.mark.slow("waits until a stopped process is replaced")
 def test_a_process_that_is_stopped_is_replaced() -> None:
     renderer = TemplateRenderer(Limits(max_template_s=0.25))
     assert renderer.render(HELLO, {"name": "you"}) == "Hello you!"

@@ -127,6 +127,7 @@ def test_a_damaged_adapter_fails_its_own_requests(make: Callable[..., LLM], tmp_
     assert tokens_of(llm.generate([PROMPT], PARAMS, use_tqdm=False, lora_request=each[1])) == [expected(bad)]
 
 
+@pytest.mark.slow("starts several processes")
 def test_host_copies_are_bounded_and_go_with_the_engine(make: Callable[..., LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -78,8 +78,11 @@ class WorkerProcess:
         if line.endswith(b"\n") and line != OUT_OF_MEMORY:
             return json.loads(line)
         self.end()
-        late = time.monotonic() - begun >= seconds or self._process.returncode == -getattr(signal, "SIGXCPU", 0)
-        raise WorkerEndedError("memory" if line else "time" if late else "ended")
+        ended_by = -(self._process.returncode or 0)
+        if line or ended_by == signal.SIGABRT:  # native code aborts where Python would raise `MemoryError`
+            raise WorkerEndedError("memory")
+        late = time.monotonic() - begun >= seconds or ended_by == getattr(signal, "SIGXCPU", -1)
+        raise WorkerEndedError("time" if late else "ended")
 
 
 class WorkerProcesses:
