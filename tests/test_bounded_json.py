@@ -77,9 +77,16 @@ def test_long_numbers_are_refused_and_digits_in_strings_are_not(number: str, shi
     assert read_json(f'{spaces}["\\"{number}\\\\", "{number}"]', ANY)[1] == number
 
 
-@pytest.mark.parametrize("unit", [b"[],", b'"",', b'{"a":', b"\\\\", b'\\"', b"[", b"]", b"a", b"9" * 100 + b" "])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(b"[],", b'"",', b'{"a":', b"\\\\", b'\\"', b"[", b"]", b"a"),
+        *(b"9" * 100 + b" ", b"9" * 99 + b" ", b"9" * 99 + b"[", b"9"),
+    ],
+)
 def test_counting_takes_little_time_per_byte(unit: bytes) -> None:
+    """The bound is such that the largest body doesn't hold the interpreter for more than 0.5 s."""
     text = b'["' * unit.startswith((b"\\", b"9")) + unit * ((1 << 20) // len(unit))
     began = time.thread_time()
     excess_of(text, ANY)
-    assert (time.thread_time() - began) / len(text) < 100e-9
+    assert (time.thread_time() - began) / len(text) < 0.5 / (16 << 20)
