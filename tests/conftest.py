@@ -47,7 +47,8 @@ def is_of_profile(marks: set[str]) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if PROFILE == "quick" and not getattr(config.option, "collectonly", False):
+    measured = PROFILE == "quick" and os.environ.get("DOVETAIL_TEST_BUDGET") != "off"
+    if measured and not getattr(config.option, "collectonly", False):
         config.pluginmanager.register(Budget(), "budget")
 
 

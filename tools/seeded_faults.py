@@ -169,7 +169,7 @@ def finds(fault: Fault, profile: str) -> dict[str, object]:
     """Run the tests of the fault's package with it."""
     path = ROOT / fault.path
     original = path.read_text(encoding="utf-8")
-    environ = {**os.environ, "DOVETAIL_TEST_PROFILE": profile, "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = {**os.environ, "DOVETAIL_TEST_PROFILE": profile, "DOVETAIL_TEST_BUDGET": "off"}
     command = [
         sys.executable,
         "-m",
