@@ -16,6 +16,7 @@ tests/wheels.sh "$wheels" "${pip[@]}"
 "${pip[@]}" install --quiet -c constraints.txt "$(echo "$wheels"/dovetail_llm-*.whl)[testing,lab]" pytest-xdist
 ! "$plain/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; exit 1; }
 "$plain/dovetail" plugins list
+export DOVETAIL_TEST_BUDGET=off  # packages are installed at the same time
 "$plain/python" -m pytest -n 2 -p no:cacheprovider tests/engine tests/schedulers tests/kv_cache tests/lab
 # These run with torch too: here each test with one of its parameters, and few examples.
 DOVETAIL_TEST_PASSED_TO="" DOVETAIL_TEST_PROFILE=brief "$plain/python" -m pytest -n 2 -p no:cacheprovider tests/testing tests/registry tests/config
