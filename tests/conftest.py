@@ -9,6 +9,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once
+from tests.preloaded import Preloaded
 from tests.slow_checks import SLOW_CHECKS
 from tests.support import FULL, PROFILE
 
@@ -130,6 +132,13 @@ def imported_things_are_not_looked_through() -> None:
     if gc.get_freeze_count() == 0:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """Starts programs in Python that import torch or Dovetail, without the time of these imports."""
+    with closing(Preloaded()) as process:
+        yield process
 
 
 @pytest.fixture
