@@ -1,4 +1,4 @@
-"""Reader of untrusted JSON: `read_json` parses, and `excess_of` bounds a text for other parsers. Both count before anything is built.
+"""Reader of untrusted JSON: `read_json` parses, `excess_of` bounds a text for other parsers. Both count before anything is built.
 
 Three bytes of JSON (`[],`) become a list of 72, and Python's garbage collector visits each list and object many times. So their number, the number of
 keys, and the nesting are counted in the bytes first, at some 10 ns per byte, in pieces between which other threads run.
@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 _PIECE_BYTES = 1 << 16
 _MARKS = b'[]{}:"'
 _NO_MARKS = bytes(set(range(256)) - set(_MARKS))
-_DEEPER, _PARTS = (bytes(value in group for value in range(256)) for group in (b"[{", b"[{:"))
-# Reading and writing integers takes time that is quadratic in their digits
-_LONG_NUMBER = b"0" * 100  # every digit is translated to 0
+_DEEPER, _SHALLOWER, _PARTS = (bytes(value in group for value in range(256)) for group in (b"[{", b"]}", b"[{:"))
+_LONG_NUMBER = b"0" * 100  # translated by `_DIGITS`; reading and writing integers takes time quadratic in their digits
 _DIGITS = bytes(ord("0") if value in b"0123456789" else ord(" ") for value in range(256))
-_SHALLOWER = bytes(value in b"]}" for value in range(256))
 
 
 class JsonBounds(NamedTuple):
@@ -31,7 +29,7 @@ OF_TEXTS = JsonBounds(parts=200_000, depth=128)  # of JSON in a string of a requ
 
 
 class WrongJsonError(ValueError):
-    """Says why a text isn't accepted as JSON."""
+    """A text that isn't accepted as JSON."""
 
 
 class JsonTexts:
@@ -65,7 +63,7 @@ def read_json(text: bytes | str, bounds: JsonBounds = OF_TEXTS, **options: Any) 
 
 
 def excess_of(data: bytes, bounds: JsonBounds) -> str | None:
-    """Return what a JSON text in UTF-8 has too many of; None if it keeps within the bounds, or if a parser would stop at an error before."""
+    """Return which bound a JSON text in UTF-8 exceeds, for an error; None if none, or if a parser would stop at an error before."""
     containers = data.count(b"[") + data.count(b"{")  # those within strings included
     parts = containers + data.count(b":")
     if containers <= bounds.depth and parts <= bounds.parts and next(_long_numbers(data), None) is None:

@@ -1,10 +1,10 @@
 """Tables of what each key of a model's small files does: `FileKeys`. Readers check files by them.
 
 A key is used, has no effect for a stated reason, or is refused by name unless its value changes
-nothing. A key that isn't in the table is refused unless it is off (null, false, 0, empty); in files
-whose own library ignores unknown keys, it is logged; if that library reads the file, the key is left
-to it. The documentation shows the tables, and tests
-compare them with the classes of the libraries that write the files.
+nothing. `FileKeys.unknown` says what becomes of a key that isn't in the table: "refused" unless it is
+off (null, false, 0, empty), "logged" where the library that defines the file ignores unknown keys, or
+"left" to that library where it reads the file. The documentation shows the tables, and tests compare
+them with the classes of the libraries that write the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from dovetail.checks import shown
+from dovetail.checks import among, shown
 from dovetail.errors import UnsupportedError
 
 log = logging.getLogger("dovetail")
@@ -37,18 +37,15 @@ class NoEffect:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A key that isn't implemented. `what` it would do; `unless`: values besides null that change
-    nothing."""
+    """A key that isn't implemented. `what`: what it would do; `unless`: values besides null that
+    change nothing."""
 
     what: str
     unless: tuple[Any, ...] = ()
 
     def allows(self, value: Any) -> bool:
         """Return True if a value changes nothing."""
-        if value is None:
-            return True
-        # 1 and 1.0 are the same number in JSON, true isn't
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.unless)
+        return value is None or among(value, self.unless)
 
 
 KeyRule = Used | NoEffect | Refused
@@ -56,8 +53,8 @@ KeyRule = Used | NoEffect | Refused
 
 @dataclass(frozen=True, slots=True)
 class FileKeys:
-    """What the keys of one kind of file do. `file`: its name, or that of an object in it; `keys`:
-    names, or patterns as of `fnmatch`."""
+    """Table of the keys of one kind of file. `file`: its name, or that of an object in it; `keys`:
+    names, or patterns as in `fnmatch`."""
 
     file: str
     keys: Mapping[str, KeyRule]

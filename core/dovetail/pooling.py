@@ -43,7 +43,7 @@ VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `PoolingParams`
 
 
 def _without_vllms_fields(cls: type[T]) -> type[T]:
-    """Leave vLLM's other fields out at their defaults, and say of each other unknown name what is right."""
+    """Make a dataclass leave out vLLM's other fields at their defaults, and say of another unknown argument which field was probably meant."""
     make: Any = cls
     made = make.__init__
     known = tuple(one.name for one in fields(make))
@@ -51,7 +51,7 @@ def _without_vllms_fields(cls: type[T]) -> type[T]:
     @functools.wraps(made)
     def init(self: T, *args: Any, **named: Any) -> None:
         leave_out(VLLM_NAMES, named)
-        for name in named.keys() - set(known):
+        for name in [name for name in named if name not in known]:
             hint = did_you_mean(name, known) or f"; valid are {', '.join(known)}"
             raise RequestError(f"{name[:80]}: unknown pooling parameter{hint}")
         made(self, *args, **named)

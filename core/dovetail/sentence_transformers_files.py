@@ -109,7 +109,7 @@ ALL = (OWN, MODULES, TRANSFORMER, POOLING, DENSE, NORMALIZE, LOGIT_SCORE)
 def read_checked(path: Path, table: FileKeys) -> dict[str, Any]:
     """Return the content of a file; empty if there is none. Raises `ModelLoadError` if it isn't an
     object, `UnsupportedError` for keys that can't be honoured."""
-    content = read_json_object(path) if path.is_file() else {}
+    content = read_json_object(path, missing_ok=True)
     table.check(content, path)
     return content
 
@@ -139,5 +139,5 @@ def read_own(directory: Path) -> dict[str, Any]:
 def has_marks(directory: Path, config: dict[str, Any]) -> bool:
     """Return True if sentence-transformers has saved this checkpoint, whose `config.json` is given."""
     marks = ("sentence_transformers", "sbert_ce_default_activation_function")
-    files = ("modules.json", OWN_FILE)
+    files = (MODULES.file, OWN_FILE)
     return any(config.get(mark) for mark in marks) or any((directory / file).is_file() for file in files)

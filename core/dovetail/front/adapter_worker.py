@@ -24,8 +24,8 @@ from dovetail.front.worker_processes import OUT_OF_MEMORY
 
 
 def _bound(cpu_s: float, memory_bytes: int) -> None:
-    """From now on, exceeding the processor time kills this process, and allocations beyond the memory raise `MemoryError`. Where there are no such
-    bounds (Windows, and macOS, which doesn't keep that of memory), the engine's timeout alone bounds it."""
+    """Limit this process from now on: exceeding the processor time kills it, and allocations beyond the memory raise `MemoryError`. Where the system
+    has no such limits (Windows, and macOS, which doesn't enforce that of memory), only the engine's timeout applies."""
     try:
         import resource
 

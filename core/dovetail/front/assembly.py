@@ -113,7 +113,7 @@ class Assembly:
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_args_model: type[BaseModel] | None = None  # validates their values
     logits_processors: Mapping[str, type[BaseModel] | None] = field(default_factory=dict)  # full name -> `Arguments`; None: not applied
-    told_of_headers: list[str] = field(default_factory=list)  # a line once
+    warned_of: set[str] = field(default_factory=set)  # arguments without effect: each is logged once
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
     pooling: PoolingFacts | None = None  # None: it can't pool
@@ -221,8 +221,8 @@ class Assembly:
     def extra_with(self, extra: Mapping[str, Any] | None, trace_headers: Mapping[str, str]) -> Mapping[str, Any]:
         """Return `extra` with a request's `trace_headers` for components that read them. Logs, once, that there are none."""
         readers = [distribution for distribution, model in self.extra_models.items() if "trace_headers" in model.model_fields]
-        if not readers and not self.told_of_headers:
-            self.told_of_headers.append("trace_headers")
+        if not readers and "trace_headers" not in self.warned_of:
+            self.warned_of.add("trace_headers")
             logger.warning("trace_headers: left out, as no observer reads them: observers=[{'name': 'otlp', 'endpoint': …}]")
         if not isinstance(trace_headers, Mapping):
             raise RequestError(f"trace_headers must map names to texts, got {shown(trace_headers)}")

@@ -120,7 +120,7 @@ class SpecialNames:
         return [*symbols, *stop[end:]]
 
 
-@lru_cache(maxsize=8)  # arguments by place alone
+@lru_cache(maxsize=8)
 def special_names(tokenizer: Tokenizer, /) -> SpecialNames:
     return SpecialNames({token_id: tokenizer.decode([token_id]) for token_id in tokenizer.special_ids})
 

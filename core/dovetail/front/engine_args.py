@@ -44,7 +44,7 @@ def _as_dataclass(cls: type[T]) -> type[T]:
 
     @wraps(init)
     def checked(self: T, model: Any = "demo", **arguments: Any) -> None:
-        for name in arguments.keys() - ARGUMENTS.keys():
+        for name in [name for name in arguments if name not in ARGUMENTS]:
             check_spelling(name)
             raise UnknownArgumentError(_unknown(name))
         init(self, model, **arguments)

@@ -154,7 +154,7 @@ class LLM(SaysWhatIsMissing):
         conversations = _conversations(messages)
         params = _sampling_of_each(sampling_params, len(conversations), OutputKind.FINAL)
         prompts: list[Prompt] = [*self._chat.prompts(conversations, options, cut=any(map(cuts, params)))]
-        return self.generate(prompts, sampling_params, use_tqdm, extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
+        return self.generate(prompts, params, use_tqdm, extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request)
 
     def beam_search(
         self,

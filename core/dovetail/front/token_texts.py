@@ -88,7 +88,7 @@ class TextsInOrder:
 
 
 class FollowingTexts:
-    """What tokens would add to a text, for tokens that were possible at a position."""
+    """Texts of tokens that were possible at a position: what each would have added to the text."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
@@ -149,7 +149,7 @@ class FollowingTexts:
         return name
 
 
-@lru_cache(maxsize=8)  # arguments by place alone: a name would make another key
+@lru_cache(maxsize=8)  # positional only: a keyword would make another key
 def following_texts(tokenizer: Tokenizer, skip_special_tokens: bool, /) -> FollowingTexts:
     return FollowingTexts(tokenizer, skip_special_tokens)
 

@@ -36,7 +36,7 @@ class OtlpOptions(BaseModel):
 
 
 class TraceContext(BaseModel):
-    """What a request carries for the observer."""
+    """The observer's part of a request's `extra`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from dovetail.checks import did_you_mean
 from dovetail.front.vllm_args import SOFT_PROMPTS
+from dovetail.front.vllm_groups import TEXT_ONLY
 
 PACKAGE = "dovetail.compat.vllm"
-_TEXT_ONLY = "models of text alone are served"
 _PLUGIN = "write a plugin instead: see docs/plugins"
 _OBSERVER = "write an observer plugin, and name it: observers; LLM.get_metrics() returns counters and gauges"
 _CONFIG = "arguments of LLM() say what there is to configure"
 INSTEAD = {  # the beginning of a module or name -> what to do instead
-    "multimodal": _TEXT_ONLY,
-    "assets": _TEXT_ONLY,
+    "multimodal": TEXT_ONLY,
+    "assets": TEXT_ONLY,
     "PoolerConfig": "leave it out: encode(…, pooling_task=…) names the task, and pooling={'method': …} of LLM() the method",
     "ProfilerConfig": "observers=['perfetto'] writes a trace",
     "config.kv_transfer": "an engine keeps its K and V to itself",

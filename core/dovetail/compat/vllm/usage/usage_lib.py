@@ -8,7 +8,7 @@ from dovetail.compat.vllm.gaps import missing
 
 
 class UsageContext(StrEnum):
-    """What an engine is used for."""
+    """Use of an engine, which vLLM reports."""
 
     UNKNOWN_CONTEXT = "UNKNOWN_CONTEXT"
     LLM_CLASS = "LLM_CLASS"
