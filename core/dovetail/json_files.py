@@ -15,8 +15,10 @@ MAX_DEPTH = 50  # nested lists and objects
 BOUNDS = JsonBounds(parts=1_000_000, depth=MAX_DEPTH)  # that index has 92,000 parts
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `ModelLoadError` otherwise."""
+def read_json_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file. `missing_ok`: if there is no file, return an empty one. Raises `ModelLoadError` otherwise."""
+    if missing_ok and not path.exists():
+        return {}
     content = _read(path)
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")

@@ -111,7 +111,7 @@ class GenerationDefaults:
         Raises `ModelLoadError` for a file that isn't JSON or has invalid values, and
         `UnsupportedError` for keys that can't be honoured."""
         path = model_dir / GENERATION_CONFIG.file
-        generation = _read_json(path) if sampling else {}
+        generation = read_json_object(path, missing_ok=True) if sampling else {}
         GENERATION_CONFIG.check(generation, path, _REMEDY)
         values: dict[str, Any] = {name: generation.get(name) for name in _NUMBERS}
         try:
@@ -120,7 +120,8 @@ class GenerationDefaults:
             raise ModelLoadError(f"{path}: {error}; {_REMEDY}") from None
         eos_token_ids = _eos(generation, path)
         if eos_token_ids is None:
-            eos_token_ids = _eos(_read_json(model_dir / "config.json"), model_dir / "config.json")
+            config = model_dir / "config.json"
+            eos_token_ids = _eos(read_json_object(config, missing_ok=True), config)
         ids = eos_token_ids or ()
         return cls(
             ids,
@@ -176,7 +177,3 @@ def _token_ids(values: Any, key: str, path: Path, expected: str) -> Ids:
     if not are_ids:
         raise ModelLoadError(f"{path}: {key} must be {expected}, got {shown(values)}")
     return tuple(values)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.exists() else {}

@@ -67,8 +67,7 @@ class PoolingFacts:
             raise ModelLoadError(f"{path}: prompts must map names to texts, got {shown(prompts)}")
         if default is not None and default not in prompts:
             raise ModelLoadError(f"{path}: default_prompt_name {shown(default)} names none of its prompts")
-        path = model_dir / "config.json"
-        config = read_json_object(path) if path.exists() else {}
+        config = read_json_object(model_dir / "config.json", missing_ok=True)
         if template is None and capacity.generates and config.get("model_type") == "qwen3":
             template = YES_OR_NO
         fits_step = not capacity.indivisible or max_model_len <= max_step_tokens
@@ -187,17 +186,14 @@ class PoolingIntake:
         """Return the source of the same prompts, tokenized, with stored prompts before texts that are to be embedded, or
         that name one. Raises `RequestError`."""
         heads = [self._head(content_of(prompt), one, name) for prompt, one in zip(prompts, params, strict=True)]
-        chars = []
-        for prompt, one, head in zip(prompts, params, heads, strict=True):
-            text = content_of(prompt)
-            chars.append(len(head) + len(text) if isinstance(text, str) else 0)
-            self._check_chars(chars[-1], cuts(one))
+        texts = [content_of(prompt) for prompt in prompts]
+        chars = [len(head) + len(text) if isinstance(text, str) else 0 for head, text in zip(heads, texts, strict=True)]
 
         def make(part: slice) -> list[Prompt]:
             pairs = zip(heads[part], prompts[part], strict=True)
             return self._encoded([head + content_of(prompt) if head else prompt for head, prompt in pairs])
 
-        return PromptSource(chars, make)
+        return self._checked(PromptSource(chars, make), params)
 
     def _head(self, content: Any, params: PoolingParams, name: str | None) -> str:
         """Return what is put before a prompt."""
@@ -262,15 +258,13 @@ class PoolingIntake:
         most = self._most(params)
         around = 0 if template is None else len(template) - len("{query}{document}")
         chars = [around + len(query) + len(document) for query, document in pairs]
-        for one in chars:
-            self._check_chars(one, cuts(params))
 
         def make(part: slice) -> list[Prompt]:
             if template is None:
                 return [*self._tokenizer().encode_pairs(pairs[part], most)]
             return [*self._filled(template, pairs[part], most)]
 
-        return ScorePlan(PromptSource(chars, make), params, None)
+        return ScorePlan(self._checked(PromptSource(chars, make), [params] * len(chars)), params, None)
 
     def _texts(self, texts: Sequence[str]) -> list[TokenizedText]:
         return [prompt for prompt in self._encoded(texts) if isinstance(prompt, TokenizedText)]  # as all of them are
@@ -291,14 +285,19 @@ class PoolingIntake:
         heads = ["" if name is None else self._stored(name) for name in names]
         texts = list(places)
         chars = [len(heads[side]) + len(text) for side, text in texts]
-        for one in chars:
-            self._check_chars(one, cuts(params))
 
         def make(part: slice) -> list[Prompt]:
             return self._encoded([heads[side] + text for side, text in texts[part]])
 
         of_pairs = [(first, second) for first, second in found]
-        return ScorePlan(PromptSource(chars, make), replace(params, task="embed"), of_pairs, self.facts.similarity)
+        prompts = self._checked(PromptSource(chars, make), [params] * len(chars))
+        return ScorePlan(prompts, replace(params, task="embed"), of_pairs, self.facts.similarity)
+
+    def _checked(self, prompts: PromptSource, params: Sequence[PoolingParams]) -> PromptSource:
+        """Return the prompts. Raises `RequestError` for one whose text is too long."""
+        for chars, one in zip(prompts.chars, params, strict=True):
+            self._check_chars(chars, cuts(one))
+        return prompts
 
     def _filled(self, template: str, pairs: Sequence[tuple[str, str]], most: int | None) -> list[TokenizedText]:
         """Return the prompts of a template; documents are cut to make them fit."""

@@ -94,7 +94,7 @@ class Stored:
             raise ModelLoadError(f"{own}: truncate_dim: expected a size, got {shown(size)}")
         path = directory / MODULES.file
         if not path.is_file():
-            raw = read_json_object(directory / "config.json") if (directory / "config.json").is_file() else {}
+            raw = read_json_object(directory / "config.json", missing_ok=True)
             length = _tokenizer_length(directory) if has_marks(directory, raw) else None
             return cls(activation=activation, max_length=length, size=size)
         found: dict[str, list[Path]] = {}
@@ -268,7 +268,7 @@ def _check_modalities(modalities: Any, task: str, path: Path) -> None:
 def _tokenizer_length(directory: Path) -> int | None:
     """Return the length that `tokenizer_config.json` stores, by which sentence-transformers cuts."""
     path = directory / "tokenizer_config.json"
-    length = read_json_object(path).get("model_max_length") if path.is_file() else None
+    length = read_json_object(path, missing_ok=True).get("model_max_length")
     if length is None or (number := as_number(length)) is None or number > _NO_LENGTH:
         return None
     if number < 1 or number != int(number):

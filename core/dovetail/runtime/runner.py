@@ -420,7 +420,9 @@ class Runner:
 
     def _adapts_head(self, rows: NDArray[Any]) -> bool:
         """Return True if an adapter of any of these rows changes the output layer."""
-        return self.adapters is not None and bool(np.isin(self.rows.adapters[rows], [*self.adapters.heads]).any())
+        if self.adapters is None or not self.adapters.heads:
+            return False
+        return bool(np.isin(self.rows.adapters[rows], [*self.adapters.heads]).any())
 
     def _worth_sharing(self, batch: Batch) -> int:
         """Return the number of leading blocks that attention reads once for all rows; 0 if that would save too little, or the step has adapters."""
