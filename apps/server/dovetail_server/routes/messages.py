@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from starlette.routing import Route
 
@@ -25,8 +27,9 @@ async def messages(exchange: Exchange) -> None:
 async def count_tokens(exchange: Exchange) -> None:
     """Count the tokens of a conversation as the model would read it."""
     body, _ = await exchange.generation_body(CountTokensRequest)
-    options = steered(exchange, body.chat_options(body.function_tools()), body.reasoning)
-    prompt = await rendered(exchange, chat_messages(body), options)
+    options = await exchange.beside(lambda: body.chat_options(body.function_tools()))
+    conversation = await exchange.beside(partial(chat_messages, body))
+    prompt = await rendered(exchange, conversation, steered(exchange, options, body.reasoning))
     await exchange.reply(msgspec.json.encode(TokenCount(len(prompt.token_ids))))
 
 
