@@ -22,9 +22,10 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app
 from dovetail.request import RequestMetrics
 from dovetail.sampling_params import SamplingParams
+from dovetail.spans import SPAN, phases_of
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
-from dovetail_server.tracing import SPAN, RequestRecord, Tracing, phases_of
+from dovetail_server.tracing import RequestRecord, Tracing
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving_in_threads
 

@@ -18,10 +18,10 @@ from dovetail.cli.settings import RequiredSource, Settings
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, MissingExtraError
 from dovetail.registry.registry import Registry
+from dovetail.spans import check_installed
 from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
 from dovetail_server.parsers.registry import check_names, named_parsers
 from dovetail_server.settings import ServerSettings
-from dovetail_server.tracing import check_installed
 
 NULL = "null"  # option value for "no limit"
 EXTRA = "server"

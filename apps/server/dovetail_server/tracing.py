@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 from dovetail.pooling import PoolingParams
 from dovetail.request import RequestMetrics
 from dovetail.sampling_params import SamplingParams
-from dovetail.spans import SPAN as SPAN
 from dovetail.spans import Spans, between, known, latencies, phases_of
-from dovetail.spans import check_installed as check_installed
 
 if TYPE_CHECKING:
     from starlette.types import Scope

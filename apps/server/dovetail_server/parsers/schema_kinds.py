@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from dovetail_server.parsers.pieces import MAX_SPACE
 
 _DEEPEST = 8  # nested alternatives and references
-_AS_IN_PYTHON = {"true": "True", "false": "False", "null": "None"}  # some models write Python's constants
+CONSTANTS = {"True": "true", "False": "false", "None": "null"}  # of Python, which some models write -> of JSON
+_IN_PYTHON = {written: python for python, written in CONSTANTS.items()}
 _IMPLIED = {  # keywords that say what a value is where its type isn't given
     "object": ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "propertyNames"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
@@ -165,6 +166,6 @@ def _reading(accepted: _Accepted) -> Reading:
         if value.kind == "string" or value.constant is None or value.constant in texts:
             continue
         constants[value.constant] = value.constant
-        if (other := _AS_IN_PYTHON.get(value.constant, value.constant)) not in texts:
+        if (other := _IN_PYTHON.get(value.constant, value.constant)) not in texts:
             constants[other] = value.constant
     return Reading(is_text=True, constants=constants)

@@ -13,12 +13,11 @@ from dovetail.api.parser import MAX_HELD, Event, ParserContext, ToolCallStart
 from dovetail_server.parsers.calls import ClosedCalls
 from dovetail_server.parsers.json_call import MAX_NAME
 from dovetail_server.parsers.pieces import MAX_SPACE, after_space
-from dovetail_server.parsers.schema_kinds import Parameters, Reading
+from dovetail_server.parsers.schema_kinds import CONSTANTS, Parameters, Reading
 
 QUOTE = '"'
 _NAME = re.compile(r'[^\s<>{}"]+')
 _UNCERTAIN = -1  # more text is needed
-_AS_IN_PYTHON = {"True": "true", "False": "false", "None": "null"}  # some models write Python's constants
 
 
 class TaggedCalls(ClosedCalls):
@@ -277,7 +276,7 @@ def as_json(text: str) -> str:
     try:
         json.loads(value, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return _AS_IN_PYTHON.get(value) or quoted(text)
+        return CONSTANTS.get(value) or quoted(text)
     return value
 
 
