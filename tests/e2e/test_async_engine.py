@@ -74,7 +74,7 @@ class SlowTokenizer:
         self.texts: list[str] = []
         monkeypatch.setattr(engine.engine, "tokenized", self)
 
-    def __call__(self, prompt: Any) -> Any:
+    def __call__(self, prompt: Any, *, cut: bool = False) -> Any:
         if not isinstance(prompt, str):
             return prompt
         self.began.set()
@@ -88,7 +88,7 @@ def test_no_request_waits_while_a_text_is_tokenized(fresh: AsyncLLMEngine, monke
 
     async def main() -> None:
         texts = [asyncio.create_task(anext(fresh.generate(text, text, params(max_tokens=1)))) for text in ("a", "bb", "ccc")]
-        await asyncio.to_thread(tokenizer.began.wait)
+        assert await asyncio.to_thread(tokenizer.began.wait, PATIENCE_S)
         before = fresh.engine.now()
         assert len(await tokens_of(fresh.generate("ids", [1], params()))) == 20
         tokenizer.go.set()
@@ -106,7 +106,7 @@ def test_a_request_that_ends_while_its_text_is_tokenized_never_begins(fresh: Asy
 
     async def main() -> None:
         text = asyncio.create_task(tokens_of(fresh.generate("a", "a", ENDLESS)))
-        await asyncio.to_thread(tokenizer.began.wait)
+        assert await asyncio.to_thread(tokenizer.began.wait, PATIENCE_S)
         if how == "abort":
             await fresh.abort(["a"])
         elif how == "cancel":

@@ -79,13 +79,37 @@ def in_company(engine: LLMEngine, alone: dict[str, list[list[int]]]) -> Iterator
     engine.step()
     engine.step()
     outputs: dict[str, RequestOutput] = {}
-    yield outputs
-    outputs |= drain(engine)
+    try:
+        yield outputs
+    finally:  # a failure here fails no other test
+        outputs |= drain(engine)
     assert tokens_of(outputs) == alone
     assert engine.core.dead is None
     assert engine.get_num_unfinished_requests() == 0
     assert engine.stats().blocks.held == 0
     engine.core.kv.check_integrity()
+
+
+def require_refused(engine: LLMEngine, said: str, **fields: Any) -> None:
+    """Add a request that is wrong in `fields`: nothing of it stays in the engine."""
+    before = engine.get_num_unfinished_requests()
+    try:
+        with pytest.raises(RequestError, match=said):
+            engine.add_request(**{"request_id": "bad", "prompt": "a", **fields})
+        assert engine.get_num_unfinished_requests() == before
+    finally:
+        engine.abort_request("bad")
+
+
+def test_refused_requests_do_not_affect_others(engine: LLMEngine, alone: Any) -> None:
+    with in_company(engine, alone):
+        for prompt, said in PROMPTS:
+            require_refused(engine, said, prompt=prompt)
+        for params, said in UNKNOWN:
+            require_refused(engine, said, params=SamplingParams(**params))
+        for fields, said in FIELDS:
+            require_refused(engine, said, **fields)
+        require_refused(engine, "request_id 'greedy' is in use", request_id="greedy")
 
 
 # Prompts
@@ -124,15 +148,14 @@ PROMPTS: list[tuple[Any, str]] = [
     ({"prompt": "a", "prompt_token_ids": [1]}, "got the keys"),
     ({"prompt": [1]}, '"prompt" must be text'),
     ({"prompt_token_ids": "a"}, '"prompt_token_ids" must be a list of token ids'),
-    ({"prompt": None}, '"prompt" must be text, got None'),
+    ({"prompt": None}, r"got the keys \[\]"),
     ("half a \ud83d pair", "surrogate"),
 ]
 
 
 @pytest.mark.parametrize(("prompt", "said"), PROMPTS, ids=lambda value: None if isinstance(value, str) else type(value).__name__)
-def test_a_wrong_prompt_is_refused(engine: LLMEngine, alone: Any, prompt: Any, said: str) -> None:
-    with in_company(engine, alone), pytest.raises(RequestError, match=said):
-        engine.add_request("bad", prompt)
+def test_a_wrong_prompt_is_refused(engine: LLMEngine, prompt: Any, said: str) -> None:
+    require_refused(engine, said, prompt=prompt)
 
 
 @pytest.mark.parametrize(
@@ -260,23 +283,21 @@ def test_parameters_that_contradict_each_other_are_refused(fields: dict[str, Any
         SamplingParams(**fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"stop_token_ids": [1024]}, "stop_token_ids: token id 1024 is out of the vocabulary: allowed are 0 to 1023"),
-        ({"allowed_token_ids": [1, HUGE]}, "allowed_token_ids: token id a value of type int is out of the vocabulary"),
-        ({"logit_bias": {4096: 1.0}}, "logit_bias: token id 4096"),
-        ({"extra_args": {"beam_width": 4}}, "extra_args: 'beam_width' means nothing to sampler default; it understands: none"),
-    ],
-)
-def test_what_this_model_and_these_components_do_not_know_is_refused(engine: LLMEngine, alone: Any, fields: dict[str, Any], said: str) -> None:
-    with in_company(engine, alone), pytest.raises(RequestError, match=said):
-        engine.add_request("bad", "a", SamplingParams(**fields))
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"stop_token_ids": [1024]}, "stop_token_ids: token id 1024 is out of the vocabulary: allowed are 0 to 1023"),
+    ({"allowed_token_ids": [1, HUGE]}, "allowed_token_ids: token id a value of type int is out of the vocabulary"),
+    ({"logit_bias": {4096: 1.0}}, "logit_bias: token id 4096"),
+    ({"extra_args": {"beam_width": 4}}, "extra_args: 'beam_width' means nothing to sampler default; it understands: none"),
+]
 
 
-def test_parameters_must_be_sampling_params(engine: LLMEngine, alone: Any) -> None:
-    with in_company(engine, alone), pytest.raises(RequestError, match="params must be SamplingParams or PoolingParams, got dict"):
-        engine.add_request("bad", "a", {"temperature": 0})  # type: ignore[arg-type]
+@pytest.mark.parametrize(("fields", "said"), UNKNOWN)
+def test_what_this_model_and_these_components_do_not_know_is_refused(engine: LLMEngine, fields: dict[str, Any], said: str) -> None:
+    require_refused(engine, said, params=SamplingParams(**fields))
+
+
+def test_parameters_must_be_sampling_params(engine: LLMEngine) -> None:
+    require_refused(engine, "params must be SamplingParams or PoolingParams, got dict", params={"temperature": 0})
 
 
 EXTREME: list[dict[str, Any]] = [
@@ -337,13 +358,12 @@ def test_parameters_of_numpy_become_plain_numbers() -> None:
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"request_id": ""}, "request_id must be a non-empty string"),
     ({"request_id": None}, "request_id must be a non-empty string, got None"),
-    ({"request_id": "greedy"}, "request_id 'greedy' is in use"),
     ({"arrival_time": math.nan}, "arrival_time must be a finite number of seconds or None, got nan"),
     ({"arrival_time": "now"}, "arrival_time must be a finite number"),
     ({"arrival_time": HUGE}, "arrival_time must be a finite number"),
     ({"deadline": math.inf}, "deadline must be a finite number of seconds or None, got inf"),
     ({"arrival_time": -1e308}, r"arrival_time must be .* got -1e\+308: on the engine's clock \(engine.now\(\)\), from -1e\+09 to 1e\+09"),
-    ({"arrival_time": 1_800_000_000.0}, "on the engine's clock"),  # time.time(): it would wait for decades
+    ({"arrival_time": 1e10}, "on the engine's clock"),  # it would wait for centuries
     ({"deadline": 1e10}, "deadline must be .* on the engine's clock"),
     ({"deadline": True}, "deadline must be a finite number"),
     ({"ttft_deadline": math.nan}, "ttft_deadline must be a finite number"),
@@ -363,9 +383,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "said"), FIELDS, ids=lambda value: next(iter(value)) if isinstance(value, dict) else None)
-def test_a_wrong_field_is_rejected_by_name(engine: LLMEngine, alone: Any, fields: dict[str, Any], said: str) -> None:
-    with in_company(engine, alone), pytest.raises(RequestError, match=said):
-        engine.add_request(**{"request_id": "bad", "prompt": "a", **fields})
+def test_a_wrong_field_is_rejected_by_name(engine: LLMEngine, fields: dict[str, Any], said: str) -> None:
+    require_refused(engine, said, **fields)
 
 
 @pytest.mark.parametrize(
@@ -441,10 +460,9 @@ def test_a_subclass_of_str_is_taken_as_text(scheduler: str) -> None:
         assert not engine.has_unfinished_requests()
 
 
-def test_a_number_that_lies_of_its_size_is_refused(engine: LLMEngine, alone: Any) -> None:
+def test_a_number_that_lies_of_its_size_is_refused(engine: LLMEngine) -> None:
     for fields in ({"priority": Liar(10**400)}, {"predicted_tokens": Liar(-1)}):
-        with in_company(engine, alone), pytest.raises(RequestError, match="must be an integer from"):
-            engine.add_request("bad", "a", **fields)
+        require_refused(engine, "must be an integer from", **fields)
     for wrong in ({"top_k": Liar(-5)}, {"stop_token_ids": [Liar(-5)]}, {"logit_bias": {Liar(-5): 1}}):
         with pytest.raises(RequestError, match=r"integer >=|token ids >="):
             SamplingParams(**wrong)
@@ -777,7 +795,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], type[DovetailError], str]] 
     "a hot generation_config": (
         _write("generation_config.json", b'{"temperature": "hot"}'),
         ModelLoadError,
-        "generation_config.json: temperature must be .* got 'hot'; generation_config: none ignores the file",
+        "generation_config.json: temperature must be .* got 'hot'; remove the key, or set generation_config: none",
     ),
 }
 
