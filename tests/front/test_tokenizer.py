@@ -51,6 +51,13 @@ def test_a_tokenizer_written_in_python_does_too(texts: list[str]) -> None:
     assert TransformersTokenizer(transformers.ByT5Tokenizer()).encode_all(texts) == bytes_and_end
 
 
+def test_a_panic_of_the_library_is_the_reason_like_any_other_error(tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(ModelLoadError, match=r"no tokenizer that can be loaded \(PanicException: "):
+        Tokenizer.load(tmp_path)
+
+
 def test_half_a_surrogate_pair_is_no_text(demo: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"half a surrogate pair, '\\ud800', at character 1"):
         demo.encode_all(["fine", "a\ud800"])

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 
-Generator = Callable[[int], bytes]  # an input of about so many bytes
+Generator = Callable[[int], bytes]  # size -> an input of about that many bytes
 
 
 def repeated(unit: str | bytes, begin: str | bytes = b"", end: str | bytes = b"") -> Generator:
@@ -101,6 +101,27 @@ TEMPLATES: dict[str, Generator] = {
     "loops": repeated("{% for x in range(99999) %}"),
     "open comments": repeated("{#"),
     "spaces": repeated(" ", "{{", "}}"),
+}
+
+
+def _tokenizer(vocabulary: str, merges: str = "", added: str = "", normalizers: str = "") -> bytes:
+    steps = f'"normalizer":{{"type":"Sequence","normalizers":[{normalizers}]}},' if normalizers else ""
+    model = f'{{"type":"BPE","vocab":{{{vocabulary}}},"merges":[{merges}]}}'
+    return f'{{"version":"1.0","added_tokens":[{added}],{steps}"model":{model}}}'.encode()
+
+
+def _added_token(number: int) -> str:
+    flags = '"special":true,"single_word":false,"lstrip":false,"rstrip":false,"normalized":false'
+    return f'{{"id":{number},"content":"t{number:x}",{flags}}}'
+
+
+_AB = '"a":0,"b":1,"ab":2'
+TOKENIZERS: dict[str, Generator] = {
+    "a vocabulary": lambda size: _tokenizer(",".join(f'"a{number:x}":{number}' for number in range(size // 14))),
+    "merges": lambda size: _tokenizer(_AB, merges=",".join(['"a b"'] * (size // 6))),
+    "a merge that isn't in the vocabulary": lambda size: _tokenizer('"a":0', merges=",".join(['"a a"'] * (size // 6))),
+    "added tokens": lambda size: _tokenizer(_AB, added=",".join(map(_added_token, range(size // 110)))),
+    "normalizers": lambda size: _tokenizer(_AB, normalizers=",".join(['{"type":"Lowercase"}'] * (size // 21))),
 }
 
 

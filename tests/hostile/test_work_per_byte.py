@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -23,10 +24,14 @@ from dovetail.api.executor import AdapterCapacity
 from dovetail.cli.prompts import parse_json
 from dovetail.errors import DovetailError
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
+from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.intake import Intake, IntakeFacts
 from dovetail.front.lora_files import CONFIG, WEIGHTS, AdapterFiles, read_adapter
+from dovetail.front.pooling import PoolingFacts
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.json_files import read_json_object
 from dovetail.limits import Limits
+from dovetail.pooling import PoolingParams
 from dovetail.structured import Structured
 from dovetail.testing.fake_executor import ADAPTED
 from dovetail_server.app import create_app
@@ -34,7 +39,8 @@ from dovetail_server.batches.lines import request_at, scan
 from dovetail_server.protocol.openapi import OPERATIONS
 from dovetail_server.settings import ServerSettings
 from tests.adapters import config_of, write_adapter
-from tests.hostile.generators import ADAPTER_CONFIGS, FORMS, HEADERS, JSON, LINES, PATTERNS, TEMPLATES, TEXTS, Generator, safetensors
+from tests.front.pooled import SCORER
+from tests.hostile.generators import ADAPTER_CONFIGS, FORMS, HEADERS, JSON, LINES, PATTERNS, TEMPLATES, TEXTS, TOKENIZERS, Generator, safetensors
 from tests.server.answers import parser_named
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer
@@ -248,10 +254,19 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
             parser.feed(text[start : start + 32])
         parser.finish()
 
+    facts = PoolingFacts(SCORER, 4096, "max_model_len")
+    scoring = Intake(IntakeFacts(Limits(), 4096, 1024, GenerationDefaults(), "fake", "fake", pooling=facts), demo_tokenizer, Random(0)).pooling
+
+    def pair(content: bytes) -> object:
+        text = content.decode()
+        halves = text[: len(text) // 2], text[len(text) // 2 :]
+        return scoring.plan_scores([halves], PoolingParams(truncate_prompt_tokens=64)).prompts.all()
+
     def tokenizer(path: Path) -> object:
         return Tokenizer.load(path.parent)
 
     (folder / "tokenizer").mkdir()
+    (folder / "vocabulary").mkdir()
     with suppress(DovetailError):
         Tokenizer.load(folder / "tokenizer")  # imports transformers
     return {
@@ -267,7 +282,9 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
         "a regular expression": lambda content: Structured(regex=content.decode()).depth(),
         "a chat template": lambda content: renderer.render(ChatTemplate(content.decode(), given=True), {"a": 1}),
         "a text to be tokenized": lambda content: demo_tokenizer().encode(content.decode()),
+        "a pair to be scored": pair,
         "tokenizer_config.json": of_file("tokenizer/tokenizer_config.json", tokenizer),
+        "tokenizer.json": of_file("vocabulary/tokenizer.json", tokenizer),
         **{
             f"answers in the format {name}": lambda content, name=name: parsed(name, content)
             for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")
@@ -287,7 +304,9 @@ INPUTS: Mapping[str, Mapping[str, Generator]] = {
     "a regular expression": PATTERNS,
     "a chat template": TEMPLATES,
     "a text to be tokenized": TEXTS,
+    "a pair to be scored": {name: TEXTS[name] for name in ("one letter", "spaces", "words", "wide", "combining", "marks")},
     "tokenizer_config.json": {name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")},  # loading takes 0.1 s
+    "tokenizer.json": {**TOKENIZERS, **{name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")}},
     **{f"answers in the format {name}": TEXTS for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")},
 }
 

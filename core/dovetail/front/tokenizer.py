@@ -85,9 +85,9 @@ class Tokenizer(ABC):
         _check_files(directory)
         try:
             tokenizer = _loader(directory).from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        except MissingExtraError:
+        except (MissingExtraError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # transformers raises whatever its parts do
+        except BaseException as error:  # transformers raises whatever its parts do, panics of the tokenizers library included
             reason = " ".join(str(error).split())[:300]
             raise _no_tokenizer(directory, f"{type(error).__name__}: {reason}") from None
         if _is_empty(tokenizer):
