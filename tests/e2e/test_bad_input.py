@@ -788,7 +788,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], type[DovetailError], str]] 
     "an unknown architecture": (
         _config(architectures=["NopeForCausalLM"]),
         UnsupportedError,
-        "NopeForCausalLM isn't a causal language model of transformers; for qwen3 that is Qwen3ForCausalLM",
+        "NopeForCausalLM is no class of transformers, and code in a checkpoint is never run; for qwen3 it has Qwen3ForCausalLM",
     ),
     "no architecture": (_config(architectures=None), ModelLoadError, "no 'architectures'"),
     "a broken generation_config": (_write("generation_config.json", b"["), ModelLoadError, "generation_config.json"),

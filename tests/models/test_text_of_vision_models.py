@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -20,6 +23,7 @@ from transformers import (
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import UnsupportedError
+from tests.models.tiny_configs import tiny_whole
 
 TEXT: dict[str, Any] = {
     "hidden_size": 64,
@@ -59,6 +63,7 @@ CONFIGS |= {
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(text_config={**TEXT, **OF_STATES, **EXPERTS, "rope_parameters": MROPE}, vision_config=EYES),
 }
+CONFIGS |= {name: partial(tiny_whole, name) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "smolvlm", "idefics2")}
 PROMPTS = ([5, 6, 7], list(range(3, 43)))
 
 
@@ -80,13 +85,8 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokens_are_those_of_the_whole_model(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = saved(tmp_path, name)
-    with (
-        caplog.at_level(logging.INFO, "dovetail"),
-        LLMEngine.from_config({"model": str(tmp_path), "dtype": "float32", "max_num_batched_tokens": 16, "max_model_len": 64}) as engine,
-    ):
+def served(directory: Path) -> list[list[int]]:
+    with LLMEngine.from_config({"model": str(directory), "dtype": "float32", "max_num_batched_tokens": 16, "max_model_len": 64}) as engine:
         for index, prompt in enumerate(PROMPTS):
             engine.add_request(
                 str(index), {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -94,8 +94,40 @@ def test_the_tokens_are_those_of_the_whole_model(tmp_path: Path, name: str, capl
         got = {}
         while engine.has_unfinished_requests():
             got |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
-    assert [got[str(index)] for index in range(len(PROMPTS))] == [greedy(model, prompt) for prompt in PROMPTS]
+    return [got[str(index)] for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_tokens_are_those_of_the_whole_model(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = saved(tmp_path, name)
+    with caplog.at_level(logging.INFO, "dovetail"):
+        assert served(tmp_path) == [greedy(model, prompt) for prompt in PROMPTS]
     assert "only the text model" in caplog.text
+
+
+def test_published_experts_of_qwen3_vl_are_transposed(tmp_path: Path) -> None:
+    """transformers saves them as [outputs, inputs]; those that are published are [inputs, outputs]. It reads both."""
+    model = saved(tmp_path, "qwen3_vl_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert served(tmp_path) == [greedy(model, prompt) for prompt in PROMPTS]
+
+
+def test_published_files_of_qwen2_5_vl_name_the_text_at_the_top(tmp_path: Path) -> None:
+    """Fields of the text model lie beside `vision_config`, and its tensors are named as without a vision model."""
+    model = saved(tmp_path, "qwen2_5_vl")
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    config |= {key: value for key, value in text.items() if key not in ("model_type", "dtype")}
+    config |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = {name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for name in tensors}
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert served(tmp_path) == [greedy(model, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(

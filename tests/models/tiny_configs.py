@@ -1,11 +1,11 @@
-"""A small config of each causal language model that transformers knows, of the type's own shape: its layer kinds, norms, gates and heads."""
+"""Small configs of the types that transformers knows, of each type's own shape: its layer kinds, norms, gates and heads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -70,9 +70,42 @@ OF_TYPES: dict[str, dict[str, Any]] = {  # instead of these sizes; and kinds of 
         "vocab_size_per_layer_input": 128,
         "hidden_size_per_layer_input": 8,
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 24},  # of a square weight nobody can tell whether it is transposed
     "zaya": {"num_experts_per_tok": 1},
+}
+SECTIONS: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}  # of heads of 16, by three positions
+OF_TYPES |= {kind: {"rope_parameters": SECTIONS} for kind in ("qwen2_vl_text", "qwen2_5_vl_text")}
+OF_TYPES |= {
+    kind: {"rope_parameters": {**SECTIONS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+    for kind in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text")
+}
+PLACEHOLDER = SIZES["vocab_size"] - 1  # the token that stands for images
+
+BESIDE_TEXT: dict[str, Any] = {  # the sizes of vision and audio models
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "d_model": 32,
+    "depth": 1,
+    "num_heads": 2,
+    "num_layers": 1,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "projection_dim": 64,
+    "out_hidden_size": 64,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "deepstack_visual_indexes": [],
+    "fullatt_block_indexes": [0],
 }
 NEEDED = {"head_dim": 16, "num_key_value_heads": 2}  # for types whose configs leave them out though their code reads them
 
@@ -102,10 +135,54 @@ def tiny(model_type: str) -> Any:
     return type(text)(**sizes)
 
 
-def random_model(config: Any, seed: int = 0) -> PreTrainedModel:
+def tiny_whole(model_type: str) -> Any:
+    """Return the config of a small model with all its parts, such as a vision model beside the text model. Raises any error of transformers for one
+    that it can't create."""
+    default = CONFIG_MAPPING[model_type]()
+    text = default.get_text_config(decoder=True)
+    if text is default:
+        return tiny(model_type)
+    fields: dict[str, Any] = {}
+    for name, part in vars(default).items():
+        if isinstance(part, PretrainedConfig):
+            fields[name] = _text_fields(text) if part is text else _known(part, BESIDE_TEXT)
+            fields[name]["model_type"] = part.model_type
+    for name, value in default.to_dict().items():
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            fields[name] = min(value, PLACEHOLDER)
+    return type(default)(**fields)
+
+
+def _known(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `sizes` that a config of this class has, as floats and lists where it has these."""
+    known = config.to_dict()
+    return {key: size for key, size in sizes.items() if known.get(key) is not None and isinstance(size, list) == isinstance(known[key], list)}
+
+
+def _text_fields(text: Any) -> dict[str, Any]:
+    fields = _known(text, SIZES)
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
+    if kinds:
+        fields["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        fields["num_hidden_layers"] = len(fields["layer_types"])
+    if "kv_lora_rank" in fields:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "mrope_section" in rope:
+        fields["rope_parameters"] = {**rope, "mrope_section": _sections(rope)}
+    return fields | OF_TYPES.get(text.model_type, {})
+
+
+def _sections(rope: dict[str, Any]) -> list[int]:
+    """Return how many of the pairs of a head of 16 rotate by each of three positions."""
+    pairs = int(SIZES["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+    return [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+
+
+def random_model(config: Any, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """Weights that make every layer matter: transformers' own start leaves some at zero."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    model: PreTrainedModel = auto.from_config(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -39,6 +39,7 @@ from dovetail.front.grammars import GrammarCompiler, bounds, token_bytes
 from dovetail.front.intake import IntakeFacts, full_names, resolve_sampling
 from dovetail.front.pooling import PoolingFacts
 from dovetail.frozen import FrozenDict, frozen, thawed
+from dovetail.json_files import read_json_object
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
@@ -274,6 +275,7 @@ def assemble(
     own_tokenizer = None if parts.tokenizer is None else ComponentTokenizer(parts.tokenizer.ref(), model_dir)
     named = config.tokenizer if own_tokenizer is None else None
     tokenizer_dir = _find("tokenizer", named, registry) if isinstance(named, str) else model_dir
+    _refuse_encoder_decoder(model_dir)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     if own_tokenizer is not None:
         defaults = replace(defaults, eos_token_ids=tuple(dict.fromkeys((*defaults.eos_token_ids, *own_tokenizer.eos_ids))))
@@ -336,6 +338,13 @@ def _pooling_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) ->
     if wrong := config.pooling.model_dump(exclude_defaults=True):
         raise UnsupportedError(f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or use `local` or `tensor`")
     return None
+
+
+def _refuse_encoder_decoder(model_dir: Path) -> None:
+    """Raise `UnsupportedError` for a model with an encoder, before any of its other files is found wrong."""
+    path = model_dir / "config.json"
+    if path.is_file() and read_json_object(path).get("is_encoder_decoder"):
+        raise UnsupportedError(f"{path}: is_encoder_decoder: a model with an encoder beside its decoder isn't served")
 
 
 def _find(key: str, name: str, registry: Registry) -> Path:

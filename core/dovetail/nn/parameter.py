@@ -37,7 +37,9 @@ class Part:
         """Read this part of `source`, a safetensors slice (only this part is read) or a tensor, repeated for its copies. `transform` gets the values
         in float32, on `device` if given. Raises `ModelLoadError` if `source` has another shape, or a dtype that requires a scale."""
         where = (self.dim, self.start, self.size)
-        values = cut(source, (self.whole_shape,), *where, stride=self.stride, expert=self.expert, transposed=self.transposed)
+        turned = self.transposed and _shape_of(source) == self.whole_shape  # of a square one: as published
+        shapes = (self.whole_shape, self._unturned_shape) if self.transposed else (self.whole_shape,)
+        values = cut(source, shapes, *where, stride=self.stride, expert=self.expert, transposed=turned)
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelLoadError(f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}")
         if device is not None:
@@ -49,8 +51,12 @@ class Part:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
-        one = self.source_shape[::-1] if self.transposed else self.source_shape
-        return one if self.expert is None else (self.expert[1], *one)
+        return self._unturned_shape if not self.transposed else (*self._unturned_shape[:-2], *self.source_shape[::-1])
+
+    @property
+    def _unturned_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor with [outputs, inputs], as transformers saves some that were published transposed."""
+        return self.source_shape if self.expert is None else (self.expert[1], *self.source_shape)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Return numbers [*source_shape] as a checkpoint would have them, those of other experts the same."""
@@ -74,7 +80,7 @@ def cut(
 ) -> torch.Tensor:
     """Return some indices along `dim` (None: all) of `source`, a safetensors slice, of which only these are read, or a tensor. The arguments are as
     of `Part`. Raises `ModelLoadError` if its shape is none of `shapes`."""
-    shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+    shape = _shape_of(source)
     if shape not in shapes:
         raise ModelLoadError(f"expected shape {' or '.join(str(list(one)) for one in shapes)}, found {list(shape)}")
     index: tuple[int | slice, ...] = () if expert is None else (expert[0],)
@@ -83,6 +89,10 @@ def cut(
     values: torch.Tensor = source[index or ...]
     values = values.t() if transposed else values
     return values if stride == 1 or dim is None else values[(slice(None),) * dim + (slice(None, None, stride),)]
+
+
+def _shape_of(source: Any) -> tuple[int, ...]:
+    return tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
 
 
 class Weight(nn.Parameter):

@@ -26,7 +26,26 @@ Ref = TypeVar("Ref", ComponentRef, QuantizationRef)
 ANY = "*"  # in `architectures` of a model that serves all others
 BUILT_IN = "dovetail:"  # prefix of the full names of built-ins
 
-_SAME_AS_TEXT = {"qwen3_vl_text": "qwen3"}  # text models -> equivalent models for text, where the three positions of a token are equal
+
+class _SameAsText(NamedTuple):
+    """A model equivalent to a text model, where the three positions of a token are equal, and fields that the latter's code fixes."""
+
+    model_type: str
+    fixed: Mapping[str, Any] = {}
+
+
+_SAME_AS_TEXT = {
+    "glm4v_text": _SameAsText("glm4"),
+    "glm4v_moe_text": _SameAsText("glm4_moe"),
+    "glm_ocr_text": _SameAsText("glm4", {"attention_bias": False}),
+    "qwen2_5_vl_text": _SameAsText("qwen2"),
+    "qwen2_vl_text": _SameAsText("qwen2"),
+    "qwen3_vl_moe_text": _SameAsText("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl_text": _SameAsText("qwen3"),
+}
+_NAMED_OTHERWISE = ("cosmos3_omni",)  # types whose checkpoints name the tensors of their text model in a way of their own
+
+_NOT_OF_SHAPE = ("model_type", "architectures", "transformers_version", "router_aux_loss_coef")
 
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")  # model types
 
@@ -62,7 +81,8 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', which say what model to build")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
-    serving = built_ins_first([target for target in models if set(names) & set(target.architectures)])
+    own = () if _is_of_another_type(names, config.model_type) else names
+    serving = built_ins_first([target for target in models if set(own) & set(target.architectures)])
     made_for: MadeFor = "embed" if is_embedding_model(model_dir) else "generate"
     if any(name.endswith("ForSequenceClassification") for name in names):
         made_for = "classify"
@@ -87,6 +107,16 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     return FoundArchitecture(arch, config, made_for)
 
 
+def _is_of_another_type(names: Sequence[str], model_type: str) -> bool:
+    """Return True if transformers serves the type with another type's class (InternLM3 with Llama's). A native model of that class is made for the
+    other type's config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    stem = model_type.removesuffix("_text").replace("_", "").replace("-", "")
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
+    return name in names and not name.replace("_", "").lower().startswith(stem)
+
+
 def _generator_of(names: Sequence[str], model_type: str) -> str | None:
     """Return the generator whose body a checkpoint of these architectures has by itself, or with a classifier; None if there is none. Encoders have
     generators in transformers, too, but attend to later tokens."""
@@ -107,15 +137,23 @@ def _text_of(config: Any, model_dir: str | Path) -> Any:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if head := next((name for name in config.architectures or () if str(name).endswith("ForSequenceClassification")), None):
+    if head := next((name for name in config.architectures or () if str(name).endswith("Classification")), None):
         raise UnsupportedError(f"{model_dir}: {head} isn't served: a classifier beside a vision model")
-    if text.model_type in _SAME_AS_TEXT:
-        fields = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures", "transformers_version")}
+    if config.model_type in _NAMED_OTHERWISE:
+        raise UnsupportedError(
+            f"{model_dir}: the text of {config.model_type} isn't served: its tensors have other names than those of {text.model_type}"
+        )
+    if same := _SAME_AS_TEXT.get(text.model_type):
+        fields = {key: value for key, value in text.to_dict().items() if key not in _NOT_OF_SHAPE}
+        fields.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
         fields["rope_parameters"] = {key: value for key, value in fields["rope_parameters"].items() if not key.startswith("mrope_")}
-        text = CONFIG_MAPPING[_SAME_AS_TEXT[text.model_type]](**fields)
+        text = CONFIG_MAPPING[same.model_type](**{**fields, **same.fixed})
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if name is None:
-        raise UnsupportedError(f"{model_dir}: the text model of {config.model_type}, {text.model_type}, can't be served by itself")
+        raise UnsupportedError(
+            f"{model_dir}: the text of {config.model_type} isn't served: transformers has no causal language model for its text model, "
+            f"{text.model_type}, by itself"
+        )
     text.architectures = [name]
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)  # applies to the shared head
     log.info("%s: only the text model of %s is served, as %s", model_dir, config.model_type, name)

@@ -28,7 +28,15 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _PREFIX = "model."  # prefix of all names except the head's, in a checkpoint of a causal language model
 
-_TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # prefixes of the text model's names with a vision model -> without one
+TEXT_PARTS = {  # prefixes of the text model's names in a checkpoint with a vision model -> without one
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "language_model.": "",
+}
+OTHER_PARTS = re.compile(  # tensors of vision and audio models and of what joins them to the text model
+    r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector|mm_projector"
+    r"|connector|qformer|query_tokens|language_projection)(\.|$)"
+)
 
 _PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes, as headers name them, of tensors that are converted to the model's dtype
 
@@ -166,12 +174,20 @@ def _is_bare(files: Mapping[str, Path], rules: Mapping[str, list[WeightRule]]) -
 def _text_names(names: Iterable[str]) -> dict[str, str]:
     """Return the names that tensors of the text model have by themselves -> those in the checkpoint, which may hold a vision model, too."""
     names = list(names)
-    renamed = {new + name.removeprefix(old): name for old, new in _TEXT_PARTS for name in names if name.startswith(old)}
-    if not renamed:
-        return {name: name for name in names}
-    renamed |= {name: name for name in names if name.startswith("lm_head.")}
+    renamed = {text_name(name): name for name in names if text_name(name) != name}
+    if renamed:
+        renamed |= {name: name for name in names if name.startswith("lm_head.")}
+    else:
+        renamed = {name: name for name in names if not OTHER_PARTS.match(name)}
+    if len(renamed) == len(names):
+        return renamed
     log.info("%d tensors of other parts than the text model are skipped", len(names) - len(renamed))
     return renamed
+
+
+def text_name(name: str) -> str:
+    """Return the name that a tensor of the text model has without a vision model."""
+    return next((new + name.removeprefix(old) for old, new in TEXT_PARTS.items() if name.startswith(old)), name)
 
 
 def place_of(rule: WeightRule) -> Place:

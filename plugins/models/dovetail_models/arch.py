@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,11 +124,19 @@ class ConfigArch(ModelArch):
     def _unknown(self, config: Any) -> list[str]:
         known = _HANDLED | self.handled | {self.activation_field}
         defaults = vars(type(config)())  # what transformers puts into every such config
+        fields = {name: value for name, value in vars(config).items() if (value or defaults.get(name)) and name not in known}
         return [
-            f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, remove it from config.json"
-            for name, value in vars(config).items()
-            if (value or defaults.get(name)) and name not in known and value != defaults.get(name) and not _is_harmless(name, value)
+            f"{name} = {_short(value)} {_unknown_because(name, defaults)}"
+            for name, value in fields.items()
+            if value != defaults.get(name) and not _is_harmless(name, value)
         ]
+
+
+def _unknown_because(name: str, defaults: Mapping[str, Any]) -> str:
+    """Return why a field is rejected. Removal is no remedy for one that transformers' class has: the model would be another."""
+    if name in defaults:
+        return f"is not implemented (only {_short(defaults[name])})"
+    return "is no field of this model in transformers and may change the numbers; if it doesn't, remove it from config.json"
 
 
 class DecoderArch(ConfigArch):

@@ -38,7 +38,8 @@ class Gemma4(GemmaArch):
     handled = GemmaArch.handled | {
         *("vocab_size_per_layer_input", "hidden_size_per_layer_input", "attention_k_eq_v"),
         *("num_kv_shared_layers", "use_double_wide_mlp"),
-        *("num_experts", "top_k_experts", "moe_intermediate_size"),  # read with enable_moe_block alone
+        *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),  # the others are only read with the first
+        *("per_layer_config", "_heterogeneity_spec"),  # checked for each layer; transformers makes them of global_head_dim
     }
     causal = (None, "vision")  # text is causal with the latter, too
 

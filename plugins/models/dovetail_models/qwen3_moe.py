@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dovetail.nn.moe import Stacked
 from dovetail_models.arch import DecoderArch, base_shape, experts_reasons, window_reasons
 from dovetail_models.decoder import DecoderShape, ExpertsShape
 
@@ -31,5 +32,6 @@ class Qwen3Moe(DecoderArch):
         windows = (config.sliding_window,) * config.num_hidden_layers
         sparse = (index for index in range(config.num_hidden_layers) if (index + 1) % config.decoder_sparse_step == 0)
         layers = frozenset(sparse) - set(config.mlp_only_layers) if count else frozenset()
-        experts = ExpertsShape(layers, count, config.num_experts_per_tok, config.moe_intermediate_size, config.norm_topk_prob)
+        chosen, stacked = config.num_experts_per_tok, Stacked(transposed=True, optional=True)  # Qwen3-VL's are stacked
+        experts = ExpertsShape(layers, count, chosen, config.moe_intermediate_size, config.norm_topk_prob, stacked=stacked)
         return base_shape(config, windows=windows, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts)

@@ -20,14 +20,14 @@ import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup, TrialRun, WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.stored import StoredWeight
-from dovetail.runtime.weights import dummy_weights, load_weights, random_numbers, some_of
+from dovetail.runtime.weights import OTHER_PARTS, TEXT_PARTS, dummy_weights, load_weights, random_numbers, some_of, tensor_names, text_name
 from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, one_line, specs_of, trace
 from dovetail_models.transformers_check import check, check_logprobs, trial_tokens, whole_logprobs
 from dovetail_models.transformers_layers import Layers, OwnExperts, OwnHead, Seen, find_layers, reasons_against_split, spec_of_rank, watching
@@ -38,8 +38,13 @@ log = logging.getLogger("dovetail")
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
 _BEYOND = 17  # tokens that it has after the last length at which the numbers may change
-_LEFT_OUT = re.compile(r"(model\.)?(mtp|visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector|score)\.")  # tensors of other parts
+_LEFT_OUT = re.compile(rf"{OTHER_PARTS.pattern}|(model\.)?(mtp|score)\.")  # tensors of other parts
 _IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # attributes of a model's class that name them
+_HIDING = {  # kinds of layers that compute something that attention backends don't see
+    "chunked_attention": "which ends at a chunk's border, hidden from attention backends; a max_model_len of one chunk avoids it",
+    "conv": "a convolution, which keeps inputs of earlier tokens as a state, and only native models can",
+    "linear_attention": "which keeps a recurrent state, and only native models can",
+}
 _FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of transformers' code
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
 
@@ -53,11 +58,10 @@ class Transformers(ModelArch):
 
     def reasons_against(self, config: Any) -> list[str]:
         serves = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-        if serves not in (config.architectures or ()):
-            names = ", ".join(config.architectures or ())
-            return [f"architectures: {names} isn't a causal language model of transformers; for {config.model_type} that is {serves}"]
         if getattr(config, "is_encoder_decoder", False):
             return ["is_encoder_decoder: a model with an encoder isn't served"]
+        if serves is None or not any(_is_called(name, serves, config.model_type) for name in config.architectures or ()):
+            return [_why_not_causal(config, serves)]
         if getattr(getattr(transformers, serves), "_is_stateful", False):
             return [f"{serves} keeps a recurrent state, which only native models can"]
         if getattr(config, "index_topk", None):
@@ -93,6 +97,31 @@ class Transformers(ModelArch):
         if self._traced is None or self._traced[0] is not config:
             self._traced = config, traced_model(config)
         return self._traced[1]
+
+
+def _is_called(name: str, serves: str, model_type: str) -> bool:
+    """Return True if `name` is that of `serves`, transformers' class for a type, as it or published checkpoints spell it. A type that another one's
+    class serves is published with a class of its own (`InternLM3ForCausalLM`, which is Llama's in transformers)."""
+    return _folded(name) in (_folded(serves), _folded(f"{model_type}ForCausalLM"))
+
+
+def _folded(name: str) -> str:
+    return re.sub("[-_]", "", name).lower()
+
+
+def _why_not_causal(config: Any, serves: str | None) -> str:
+    """Return why the architectures of a config can't be served."""
+    names, kind = ", ".join(config.architectures or ()), config.model_type
+    known = [name for name in config.architectures or () if hasattr(transformers, name)]
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        if any(name.endswith("ForMaskedLM") for name in known):
+            return f"architectures: {names} predicts masked tokens, which isn't served"
+        return f"architectures: {names} is an encoder, and only native models serve those: there is none for {kind}"
+    if serves is None:
+        return f"architectures: {names}: transformers has no causal language model for {kind}"
+    if not known:
+        return f"architectures: {names} is no class of transformers, and code in a checkpoint is never run; for {kind} it has {serves}"
+    return f"architectures: {names} isn't a causal language model; for {kind} that is {serves}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +185,7 @@ class TransformersModel(nn.Module):
                 raise UnsupportedError("a quantized model through transformers runs on one GPU: set tensor_parallel_size to 1")
             stored = [rule for rule in self.weights() if _is_stored(rule)]
             if stored:
+                _refuse_others_stored(directory, stored)
                 load_weights(_Rules(stored), directory, partly=True)
             verdict = self._verdict.read()
             self._to_verify = self._on_any_rank(verdict is None)
@@ -231,7 +261,8 @@ class TransformersModel(nn.Module):
             log.warning("%s: none of its layers is replaced by a faster one, with which %s", type(alone).__name__, difference)
             self._leave_layers()
         elif self._on_any_rank(difference is not None):
-            raise UnsupportedError(f"{type(alone).__name__} can't be served through transformers: {difference or 'another rank refuses it'}")
+            seen = difference or "another rank refuses it"
+            raise UnsupportedError(f"{type(alone).__name__} can't be served through transformers: {_hidden_by(self.config)}: {seen}")
 
     def _is_plain(self) -> bool:
         """Return False if a weight of the replaced layers isn't plain."""
@@ -267,6 +298,12 @@ class TransformersModel(nn.Module):
                 )
             except _FAILURES as error:
                 return f"its code fails in ragged batches: {one_line(error)}"
+
+
+def _hidden_by(config: Any) -> str:
+    """Return what makes a model compute other numbers in ragged batches."""
+    kinds = [f"layer_types has {kind}, {why}" for kind, why in _HIDING.items() if kind in (getattr(config, "layer_types", None) or ())]
+    return "; ".join(kinds) or "its code keeps a state beside attention's K and V, or hides a mask from attention backends"
 
 
 def _warn_of_plain_experts(traced: Traced, dtype: torch.dtype) -> None:
@@ -361,6 +398,19 @@ def _is_stored(rule: WeightRule) -> bool:
     return isinstance(rule.parameter, StoredWeight) and any(True for _ in rule.parameter.tensors(rule.shard_id))
 
 
+def _refuse_others_stored(directory: Path, stored: Sequence[WeightRule]) -> None:
+    """Raise `UnsupportedError` if the checkpoint stores weights of other layers in the formats of `stored`, such as experts."""
+    words = {word for rule in stored for word, _ in rule.parameter.tensors(rule.shard_id)} - {"weight", "bias"}
+    ours = {rule.source.rpartition(".")[0] for rule in stored}
+    names = [name for name in sorted(tensor_names(directory)) if not OTHER_PARTS.match(name) and name.rpartition(".")[2] in words]
+    modules = [name.rpartition(".")[0] for name in map(text_name, names) if name.rpartition(".")[0] not in ours]
+    if modules:
+        raise UnsupportedError(
+            f"{directory}: {some_of(dict.fromkeys(modules))} are quantized, and through transformers only layers that are replaced can be, "
+            "which experts in a quantized checkpoint aren't; use a checkpoint in 16 bits"
+        )
+
+
 def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[WeightRule], *, whole: bool = True) -> PreTrainedModel:
     """Return the model with the weights from `directory`, on the CPU; those of `stored` are undefined. `whole`: reject tensors that the model
     doesn't know, except parts that a text model omits. Raises `ModelLoadError`."""
@@ -377,7 +427,7 @@ def _loaded(config: Any, directory: Path, dtype: torch.dtype, stored: Sequence[W
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
-                key_mapping={r"^model\.language_model\.": "model.", r"^language_model\.": ""},  # of checkpoints with a vision model
+                key_mapping={f"^{re.escape(old)}": new for old, new in TEXT_PARTS.items()},
             )
     except Exception as error:
         raise ModelLoadError(f"{directory}: transformers can't load it: {one_line(error)}") from error
