@@ -89,8 +89,8 @@ def test_the_random_steps_see_prefix_hits_right_drafts_preemptions_and_reused_sl
     assert min(driver.saw_hits, driver.saw_drafts, driver.saw_preemptions) > 0
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_ranks_read_their_shares_of_adapters(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow("adds 4 ranks, several times"))])
+def test_ranks_read_their_shares_of_adapters(threads_as_ranks: None, size: int, tmp_path: Path) -> None:
     assert_tokens_are_those_of_merged_weights(llama(attention_bias=True), tmp_path, 6, ranks=size)
 
 

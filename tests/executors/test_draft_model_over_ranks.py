@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dovetail.api.executor import Result
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions, TensorOptions
@@ -28,16 +26,14 @@ def results(executor: LocalExecutor | TensorExecutor, prompts: list[list[int]]) 
         executor.stop()
 
 
-@pytest.mark.slow("starts ranks: processes that import torch")
-def test_ranks_draft_as_one_does() -> None:
+def test_ranks_draft_as_one_does(threads_as_ranks: None) -> None:
     config = context(max_drafts=3, draft_model=DRAFT)
     alone = results(LocalExecutor(LocalOptions(device="cpu"), config), PROMPTS)
     assert results(TensorExecutor(TensorOptions(device="cpu"), config), PROMPTS) == alone
     assert sum(sum(counts) for _, counts in alone) > 9, "some drafts are right"
 
 
-@pytest.mark.slow("starts ranks: processes that import torch")
-def test_ranks_draft_with_their_shares_of_a_head_as_one_does() -> None:
+def test_ranks_draft_with_their_shares_of_a_head_as_one_does(threads_as_ranks: None) -> None:
     """The head is always right, if all ranks read the same states, and the tokens after them."""
     with chained(glm4_moe(**CHAINED), mtp=True) as directory:
         config = context(model=str(directory), max_drafts=3, draft_model=str(directory), draft_head="dovetail_models.mtp:Mtp")

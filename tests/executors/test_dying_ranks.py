@@ -146,6 +146,7 @@ def _work_until(killed: threading.Event, size: int) -> None:
         raise wait_until(lambda: _error(one.core.executor.check), "the death is noticed")
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_no_rank_outlives_its_engines_process(signum: int) -> None:
     with _parent() as parent:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dovetail_executors.options import LocalOptions, TensorOptions
 from dovetail_executors.tensor import TensorExecutor
 from tests.e2e import test_same_tokens as spine
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
+from tests.executors.rank_threads import ranks_as_threads
 from tests.models.configs import MAX_LEN, configs
 from tests.runtime.demo import check, context, decode, prefill
 from tests.support import examples
@@ -38,10 +40,29 @@ def assert_tokens_are_those_of_one_rank(config: dict[str, Any], size: int, order
     assert tokens_of(outputs) == [spine.alone()[i] for i in order]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_tokens_over_ranks_are_those_of_one_rank_when_memory_is_scarce(size: int) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def what_one_rank_generates() -> None:
+    spine.alone()
+
+
+PROCESSES = pytest.mark.slow("starts ranks: processes that import torch")
+
+
+@pytest.mark.parametrize(
+    ("size", "around", "order"),
+    [
+        (2, ranks_as_threads, (3, 4, 5, 6)),
+        pytest.param(2, nullcontext, ORDER, marks=PROCESSES),
+        pytest.param(4, nullcontext, ORDER, marks=pytest.mark.full),
+    ],
+    ids=["2 threads", "2", "4"],
+)
+def test_tokens_over_ranks_are_those_of_one_rank_when_memory_is_scarce(
+    size: int, around: Callable[[], AbstractContextManager[None]], order: Sequence[int]
+) -> None:
     scarce = {"block_size": 8, "executor": {"num_blocks": 14, "max_in_flight": 2}}  # as `test_scarce_memory_really_preempts` has it
-    assert_tokens_are_those_of_one_rank({**scarce, "max_num_batched_tokens": 16, "overlap": True}, size, ORDER)
+    with around():
+        assert_tokens_are_those_of_one_rank({**scarce, "max_num_batched_tokens": 16, "overlap": True}, size, order)
 
 
 @pytest.mark.full
@@ -52,8 +73,7 @@ def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.slow("starts ranks: processes that import torch")
-def test_ranks_agree_on_how_many_drafts_are_right_without_being_told(max_in_flight: int) -> None:
+def test_ranks_agree_on_how_many_drafts_are_right_without_being_told(threads_as_ranks: None, max_in_flight: int) -> None:
     """Other ranks collect a step when the next comes; before and after one with drafts they must know all lengths in time."""
     prompts = [[5, 17, 200, 31, 8], [9, 12], [400, 3, 77]]
     alone = LocalExecutor(LocalOptions(device="cpu"), context())
@@ -106,7 +126,7 @@ def test_models_of_all_shapes_that_can_be_split_choose_what_transformers_does(co
     assert counts.ties <= 1
 
 
-@pytest.mark.slow("starts ranks: processes that import torch")
+@PROCESSES
 def test_components_of_others_work_in_every_rank_without_being_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = context()
     (model,) = [ref for ref in plain.models if "Qwen3ForCausalLM" in ref.architectures]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank
 from dovetail_executors.tensor import rank_devices
+from tests.executors.rank_threads import ranks_as_threads
 from tests.executors.ranks import SETTINGS, engine, generate, nothing_left, processes_of_ranks
 from tests.rounding import rounded, roundings_of_demo
 
@@ -25,6 +27,8 @@ SAMPLED = [
     SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=8, ignore_eos=True, detokenize=False, n=2),
     SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, logit_bias={11: 2.0}, max_tokens=8, ignore_eos=True, detokenize=False),
 ]
+
+PROCESSES = pytest.mark.slow("starts ranks: processes that import torch")
 
 torch.set_num_threads(1)
 
@@ -39,11 +43,15 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
     return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LLMEngine]:
+    with LLMEngine.from_config(SETTINGS) as one:
+        yield one
+
+
 @pytest.mark.parametrize("params", SAMPLED, ids=["greedy", "seeded", "penalties"])
-@pytest.mark.slow("starts ranks: processes that import torch")
-def test_two_ranks_generate_the_tokens_of_one(two: LLMEngine, params: SamplingParams) -> None:
-    with LLMEngine.from_config(SETTINGS) as alone:
-        expected = generate(alone, PROMPTS, params)
+def test_two_ranks_generate_the_tokens_of_one(two: LLMEngine, alone: LLMEngine, params: SamplingParams) -> None:
+    expected = generate(alone, PROMPTS, params)
     found = generate(two, PROMPTS, params)
     assert tokens(found) == tokens(expected)
     for ours, theirs in zip(found, expected, strict=True):
@@ -78,7 +86,6 @@ def other(two: LLMEngine) -> Iterator[LLM]:
     socket.setdefaulttimeout(before)
 
 
-@pytest.mark.slow("starts ranks: processes that import torch")
 def test_vllms_argument_means_the_same(other: LLM) -> None:
     assert other.engine.capacity.details["ranks"] == "2"
 
@@ -88,7 +95,7 @@ def test_ranks_start_and_compute_where_the_program_gives_all_sockets_a_time_limi
     assert len(generate(other.engine, PROMPTS[:1], SAMPLED[0])[0].outputs[0].token_ids) == SAMPLED[0].max_tokens
 
 
-@pytest.mark.slow("starts ranks: processes that import torch")
+@PROCESSES
 def test_two_engines_are_in_one_process_at_once_and_one_outlives_the_other(two: LLMEngine, other: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store in which the other's ranks meet outlasts their group: threads of torch's look into it until the group is closed."""
     expected = tokens(generate(two, PROMPTS[:2], SAMPLED[1]))
@@ -117,9 +124,9 @@ def _stores() -> int:
 # What is refused
 
 
-@pytest.mark.slow("starts ranks: processes that import torch")
-def test_a_model_that_cannot_be_split_is_refused_with_the_numbers() -> None:
-    with nothing_left(), pytest.raises(UnsupportedError, match=r"num_attention_heads \(8\) can't be split evenly over 3 ranks"):
+@pytest.mark.parametrize("around", [ranks_as_threads, pytest.param(nothing_left, marks=PROCESSES)], ids=["threads", "processes"])
+def test_a_model_that_cannot_be_split_is_refused_with_the_numbers(around: Callable[[], AbstractContextManager[None]]) -> None:
+    with around(), pytest.raises(UnsupportedError, match=r"num_attention_heads \(8\) can't be split evenly over 3 ranks"):
         engine(3)
 
 

@@ -61,7 +61,7 @@ def allow_open_files() -> None:
 
 
 def _bind(family: int, address: tuple[object, ...], shared: bool) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY if the protocol is given
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:

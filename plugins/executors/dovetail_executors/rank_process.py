@@ -78,9 +78,9 @@ def main() -> int:
 
         control.send({"stage": "importing"})
         joining = partial(control.send, {"joining": True})
-        context = _context(job, partial(_tell_stage, control))
+        context = context_of(job, partial(_tell_stage, control))
         rank = Rank(job.rank, torch.device(job.device), job.settings, context, joining, address=job.address)
-        _run(rank, job, control, orders)
+        run(rank, job, control, orders)
     except (WriterGone, EOFError):
         return 0
     except Exception as error:
@@ -105,14 +105,15 @@ def _tell_stage(control: Connection[Any, Any], what: str, done: int, total: int)
         control.send({"stage": what})
 
 
-def _context(job: RankJob, progress: Callable[[str, int, int], None]) -> ExecutorContext:
+def context_of(job: RankJob, progress: Callable[[str, int, int], None]) -> ExecutorContext:
+    """Return the arguments of the rank's worker."""
     from dovetail.api.clock import WallClock
     from dovetail.api.executor import ExecutorContext
 
     return ExecutorContext(config=job.config, clock=WallClock(), progress=progress, **job.components)
 
 
-def _run(rank: Rank, job: RankJob, control: Connection[Any, Any], orders: SimpleQueue[Message]) -> None:
+def run(rank: Rank, job: RankJob, control: Connection[Any, Any], orders: SimpleQueue[Message]) -> None:
     """Load, allocate as many blocks as all ranks can, and compute the ring's batches. Raises `WriterGone` at the end."""
     from dovetail.runtime.batch_words import from_words, masks_from_words
     from dovetail.runtime.runner import PendingStep

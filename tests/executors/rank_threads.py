@@ -1,0 +1,111 @@
+"""Ranks of the executor `tensor` as threads of this process, for tests of what ranks compute: a process takes seconds to import torch.
+
+Only the process is replaced. Jobs are pickled, messages go through the control connection and the ring, and sums through gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from dovetail.errors import describe
+from dovetail_executors import ranks
+from dovetail_executors.rank import Rank
+from dovetail_executors.rank_process import Message, RankJob, context_of, run
+from dovetail_executors.ring import WriterGone
+
+LIMIT_S = 60
+_pids = count((1 << 22) + 1)  # above all that Linux gives to processes
+
+
+@contextmanager
+def ranks_as_threads() -> Iterator[None]:
+    """Engines that are started here have threads for ranks."""
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+    with patch.object(ranks, "subprocess", SimpleNamespace(Popen=RankThread, **names)):
+        yield
+
+
+class Orders(SimpleQueue[Message | None]):
+    """Messages of the engine; None: there will be no more."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Message:
+        if (message := super().get(block, timeout)) is None:
+            raise EOFError
+        return message
+
+
+class RankThread:
+    """Behaves as `subprocess.Popen` does for `Ranks`."""
+
+    def __init__(self, command: Sequence[str], **_: Any) -> None:
+        self.pid = next(_pids)
+        self.returncode: int | None = None
+        output, self._output = os.pipe()
+        self.stdout = os.fdopen(output, "rb", buffering=0)
+        self._control: Connection[Any, Any] = Connection(os.dup(int(command[-2])))
+        self._waker, self._wakes = os.pipe()
+        self._jobs: SimpleQueue[RankJob] = SimpleQueue()
+        self._orders = Orders()
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._run, self._heed)]
+        for thread in self._threads:
+            thread.start()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the threads have ended, whatever the timeout is: they can't be killed."""
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+        assert self.returncode is not None, "the rank's thread hangs"
+        self._control.close()
+        return self.returncode
+
+    def _run(self) -> None:
+        code = self._work(replace(self._jobs.get(), waker_fd=self._waker))
+        os.close(self._waker)
+        os.close(self._output)
+        self.returncode = code
+
+    def _work(self, job: RankJob) -> int:
+        context = context_of(job, lambda *_: None)
+        rank = Rank(job.rank, torch.device(job.device), job.settings, context, partial(self._control.send, {"joining": True}), address=job.address)
+        try:
+            run(rank, job, self._control, self._orders)
+        except (WriterGone, EOFError):
+            return 0
+        except Exception as error:
+            self._control.send({"failed": (describe(error), rank.group.failure is not None)})
+            return 1
+        finally:
+            rank.close()
+        raise AssertionError("a rank computes until it is told to end")
+
+    def _heed(self) -> None:
+        """Pass on what comes until the control connection is closed: a process would end then, here the ring's writer is gone."""
+        job: RankJob = pickle.loads(self._control.recv()["job"])
+        self._jobs.put(job)
+        with suppress(EOFError, OSError):
+            while True:
+                for source in wait([self._control, job.waker_fd]):
+                    if source is job.waker_fd:
+                        os.write(self._wakes, os.read(job.waker_fd, 1 << 16))
+                    else:
+                        self._orders.put(self._control.recv())
+        os.close(self._wakes)
+        self._orders.put(None)
