@@ -31,6 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+from tests.frozen import count_once
+
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT_S = 120.0
 MAX_MESSAGE = 2**20
@@ -47,6 +49,8 @@ MODULES = (
     "dovetail_models.qwen3",
     "dovetail_samplers.default",
     "dovetail_schedulers.fcfs",
+    "openai",
+    "tests.docs.running",
     "tokenizers",
     "transformers.models.auto.modeling_auto",
     "transformers.tokenization_utils_tokenizers",
@@ -186,7 +190,7 @@ class Program:
             os.close(fd)
         os.chdir(self.cwd)
         os.environ.clear()
-        os.environ.update(self.environ)
+        os.environ.update(self.environ | FIXED)
         added = filter(None, self.environ.get("PYTHONPATH", "").split(os.pathsep))
         own = [entry for entry in sys.path[1:] if entry not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         sys.path[1:] = [*added, *own]
@@ -331,8 +335,9 @@ class End:
 if __name__ == "__main__":
     end_of_child = End()
     server_link = socket.socket(fileno=int(sys.argv[1]))
-    watched = preload(sys.argv[2:])
-    server_link.send(json.dumps({"ready": True}).encode())
-    program = serve(server_link, watched)
-    program.enter()
-    end_of_child.run(program)
+    with count_once():
+        watched = preload(sys.argv[2:])
+        server_link.send(json.dumps({"ready": True}).encode())
+        program = serve(server_link, watched)
+        program.enter()
+        end_of_child.run(program)

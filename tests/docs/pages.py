@@ -2,7 +2,7 @@
 
 What a block's info string means, here and for writers:
 
-    ```python                     runs; the blocks of a page share a namespace and a temporary directory
+    ```python                     runs; the blocks of a page share a process, a namespace and a temporary directory
     ```python title="a/b.py"      a file, written to that directory; so are blocks of any other language with a title
     ```yaml                       an engine config, titled or not; one titled "wrong…" must be refused, one titled "job…" is a job of `dovetail batch`
     ```console                    lines that begin with "$ dovetail" or "$ curl" run; lines that don't begin with "$ " are their output, "..." for

@@ -2,126 +2,106 @@
 
 from __future__ import annotations
 
-import doctest
-import io
+import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, redirect_stdout
-from functools import cache
+from collections.abc import Iterator
 from importlib.metadata import metadata
-from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
-from dovetail.config import COMPONENT_KEYS, EngineConfig
-from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
-from dovetail.registry.registry import AUTO, Registry
-from dovetail_batch.job import load_plan
-from dovetail_cluster.settings import load_cluster
-from tests.conformance import fewer
-from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
-from tests.registry.fakes import Site, modules_forgotten
+from dovetail.errors import DISTRIBUTION, DovetailError
+from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, pages
+from tests.docs.running import check_config, check_docker, run_console
+from tests.preloaded import Preloaded
+from tests.registry.fakes import Site
 from tests.server.serving import serving_in_threads
-from tests.support import FULL
 
 OWN_TEST = {"docs/write-a-scheduler.md"}  # test_write_a_scheduler.py installs what it describes
 NOT_RUN: set[str] = set()  # "page:line" of every block that is marked not to run: none so far
-NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that pages make up
 
 ABOUT = {  # packages of examples/plugins that a page is about: there they are installed
     "docs/plugins/port-a-model.md": "dovetail-olmo2",
     "docs/plugins/logits_processor.md": "dovetail-samplers-extra",
 }
 
-LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
-ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
-CURL_S = 60
-SIMULATE_OFTEN = ("compare", "sweep", "capacity")  # commands of the lab: only the full profile compares what they print with the page
-LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor)\"")  # of many seconds: only the full profile runs them
-FEW = 20  # requests of each simulation otherwise
-MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
+PAGE_S = 600  # also with all requests and examples, as in `make test-full`
 
-Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
+ENGINES = "makes several engines"
+SIMULATES = "simulates"
+SUITE = "runs a suite of components"
+SLOW = {  # pages whose blocks take more than the budget of a quick test, and why
+    "README.md": SUITE,
+    "docs/batch.md": "starts engines in processes",
+    "docs/cli.md": SUITE,
+    "docs/index.md": ENGINES,
+    "docs/lora.md": ENGINES,
+    "docs/several-gpus.md": "starts ranks",
+    "docs/speculation.md": ENGINES,
+    "docs/structured-output.md": ENGINES,
+    "docs/lab/calibrate.md": "measures an engine",
+    "docs/lab/capacity.md": SIMULATES,
+    "docs/lab/compare.md": SIMULATES,
+    "docs/lab/grammars.md": SIMULATES,
+    "docs/lab/index.md": SIMULATES,
+    "docs/lab/metrics.md": SIMULATES,
+    "docs/lab/policies.md": SIMULATES,
+    "docs/lab/report.md": SIMULATES,
+    "docs/lab/routing.md": SIMULATES,
+    "docs/lab/sessions.md": SIMULATES,
+    "docs/lab/speculation.md": SIMULATES,
+    "docs/plugins/conformance.md": SUITE,
+    "docs/plugins/drafter.md": SUITE,
+    "docs/plugins/executor.md": SUITE,
+    "docs/plugins/kv_cache.md": SUITE,
+    "docs/plugins/observer.md": SUITE,
+    "docs/plugins/port-a-model.md": "makes engines with the model of the page",
+    "docs/plugins/publish.md": SUITE,
+    "docs/plugins/tokenizer.md": SUITE,
+}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with ExitStack() as stack:
-        yield cache(lambda: stack.enter_context(serving_in_threads({"model": "demo"})))
+def server() -> Iterator[str]:
+    """URL of a server of the demo model."""
+    with serving_in_threads({"model": "demo"}) as url:
+        yield url
 
 
-@pytest.fixture
-def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """A module for the page's Python, in a directory of its own, whose modules it can import."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # other cores run other tests: the lab doesn't start processes that import it again
-    if not FULL:
-        monkeypatch.setattr("dovetail.testing.runner.COMMAND", fewer.COMMAND)
-    monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
-    module = ModuleType("documentation_page")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return vars(module)
-
-
-@pytest.fixture
-def installed(page: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The example that the page is about is installed, as `pip install -e` leaves it."""
-    if page not in ABOUT:
-        yield
-        return
+def installed(page: str, site: Site) -> list[str]:
+    """Install the example that the page is about, as `pip install -e` does, and return the folders on its path."""
     source = ROOT / "examples/plugins" / ABOUT[page]
     entry_points = tomllib.loads((source / "pyproject.toml").read_text())["project"]["entry-points"]["dovetail.plugins"]
-    site = Site(tmp_path_factory.mktemp("site"))
-    monkeypatch.syspath_prepend(source / "src")
-    monkeypatch.syspath_prepend(site.path)
     site.install(ABOUT[page], modules={}, entry_points=entry_points)
-    with modules_forgotten(source):
-        yield
+    return [str(source / "src"), str(site.path)]
 
 
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("page", [page for page in pages() if blocks_of(page) and page not in OWN_TEST])
-def test_blocks_of_the_page_run(page: str, namespace: dict[str, object], server: Server) -> None:
-    printed: str | None = ""
-    for block in blocks_of(page):
-        if block.included is not None:
-            assert block.included.is_file(), f"{block.place}: no file {block.included}"
-            continue
-        assert block.language in LANGUAGES, f"{block.place}: unknown language {block.language!r}"
-        if block.not_run:
-            continue
-        if block.is_file:
-            write(block)
-        if LONG_SUITE.search(block.text) and not FULL:
-            printed = None
-        elif block.language == "python":
-            text = block.text if FULL else with_few_requests(block.text)
-            code = compile("\n" * block.line + addressed(text, server), block.page, "exec")
-            printed = "" if block.is_file else run_python(code, namespace)
-            if text != block.text:
-                printed = None
-        elif block.language == "yaml":
-            check_config(block)
-        elif block.language == "console":
-            run_console(block, server)
-        elif block.language == "bash":
-            check_docker(block)
-        elif block.is_output and printed is not None:
-            check_output(block, block.text, printed)
+def tried(page: str) -> object:
+    return pytest.param(page, marks=pytest.mark.slow(SLOW[page]) if page in SLOW else ())
+
+
+@pytest.mark.parametrize("page", [tried(page) for page in pages() if blocks_of(page) and page not in OWN_TEST])
+def test_blocks_of_the_page_run(
+    page: str, preloaded: Preloaded, request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    text = "".join(block.text for block in blocks_of(page))
+    if "$ curl " in text and shutil.which("curl") is None:
+        pytest.skip(f"{page}: curl isn't installed")
+    url = request.getfixturevalue("server") if SHOWN_URL in text else ""
+    path = installed(page, Site(tmp_path_factory.mktemp("site"))) if page in ABOUT else []
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
+    environ.pop("DOVETAIL_PLUGINS", None)
+    code = f"from tests.docs.running import run_page; run_page({page!r}, {url!r})"
+    ended = preloaded.run(["-c", code], cwd=tmp_path, environ=environ, timeout_s=PAGE_S)
+    assert ended.exit_code == 0, f"{ended.output}\n{ended.errors}"
 
 
 def test_every_exemption_is_listed() -> None:
+    assert set(SLOW) <= set(pages())
     assert {block.place for page in pages() for block in blocks_of(page) if block.not_run} == NOT_RUN
 
 
@@ -136,174 +116,21 @@ def test_examples_are_configs_of_what_is_built_in(example: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
-def write(block: Block) -> None:
-    path = Path(str(block.title))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(block.text)
-
-
-def run_python(code: object, namespace: dict[str, object]) -> str:
-    with redirect_stdout(io.StringIO()) as out:
-        exec(code, namespace)  # type: ignore[arg-type]
-    return out.getvalue()
-
-
-def check_config(block: Block) -> None:
-    """Its keys are right, and so are the options of components that are built in."""
-    path = Path(block.title or "engine.yaml")
-    path.write_text(block.text)
-    if path.name.startswith("job"):
-        load_plan(str(path))
-    elif path.name.startswith("cluster"):
-        load_cluster(str(path))
-    elif path.name.startswith("wrong"):
-        with pytest.raises(ConfigError):
-            check_components(EngineConfig.load(path))
-    else:
-        check_components(EngineConfig.load(path))
-
-
-def check_components(config: EngineConfig) -> None:
-    for requirement in config.plugins.require:
-        assert any(requirement.startswith(name) for name in NOT_INSTALLED), f"who is {requirement}?"
-    registry = Registry.discover()
-    for key, kind in COMPONENT_KEYS.items():
-        for choice in config.choices(key):
-            if choice.name != AUTO:
-                registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
-
-
-def addressed(text: str, server: Server) -> str:
-    """Return the text with the URL of the server instead of the one that pages show."""
-    return text.replace(SHOWN_URL, server()) if SHOWN_URL in text else text
-
-
-def run_console(block: Block, server: Server) -> None:
-    for command in commands_of(block):
-        words = shlex.split(command.line, comments=True)
-        if words[0] == "curl":
-            run_curl(block, words, command.output, server)
-        elif words[0] == "dovetail" and words[1] in ENDLESS:
-            check_flags(block, words[1:])
-        elif words[0] == "dovetail":
-            run_dovetail(block, words[1:], command.output)
-        else:
-            check_that_it_could_run(block, words)
-
-
-def run_dovetail(block: Block, args: list[str], expected: str) -> None:
-    """The exit code is 2 if an error is shown, otherwise 0."""
-    if ">" in args:
-        args, expected = args[: args.index(">")], ""
-    args = [str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args]
-    if args[0] == "lab" and args[1] in SIMULATE_OFTEN and not FULL:
-        args, expected = abridged(args), ""
-    result = CliRunner().invoke(app, args, prog_name="dovetail")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == (2 if "error:" in expected else 0), f"{block.place}: {result.output}"
-    if expected:
-        check_output(block, expected, result.output)
-
-
-def with_few_requests(code: str) -> str:
-    """Return this code, with few requests if it replays more than `MANY`. What it prints isn't what the page shows then."""
-    return re.sub(r"\brequests=(\d+)", lambda found: f"requests={FEW}" if "replay(" in code and int(found[1]) > MANY else found[0], code)
-
-
-def abridged(args: list[str]) -> list[str]:
-    """Return this command of the lab with two seeds, few requests, one rate and no warm-up. What it prints isn't what the page shows then."""
-    args = [re.sub(r"requests=\d+", f"requests={FEW}", arg) for arg in args]
-    for index, (option, value) in enumerate(pairwise(args), start=1):
-        if option == "--seeds":
-            args[index] = "2"
-        if option == "--rates":
-            args[index] = value.split(",")[0]
-        if option == "--window":
-            args[index] = "0s:"
-        if option == "--trace" and value.endswith(".yaml"):
-            args[index] = f"few-{Path(value).name}"
-            Path(args[index]).write_text(re.sub(r"^requests: \d+", f"requests: {FEW}", Path(value).read_text(), flags=re.MULTILINE))
-    return args
-
-
-def run_curl(block: Block, words: list[str], expected: str, server: Server) -> None:
-    """The server's answer must be one of success."""
-    assert any(word.startswith(f"{SHOWN_URL}/") for word in words), f"{block.place}: curl asks another server than {SHOWN_URL}"
-    if shutil.which("curl") is None:
-        pytest.skip(f"{block.place}: curl isn't installed")
-    added = ["--silent", "--show-error", "--noproxy", "*", "--max-time", str(CURL_S), "--write-out", "\n%{http_code}"]
-    done = subprocess.run([*(addressed(word, server) for word in words), *added], capture_output=True, text=True)
-    body, _, status = done.stdout.rpartition("\n")
-    assert done.returncode == 0, f"{block.place}: {done.stderr}"
-    assert status.startswith("2"), f"{block.place}: {status} {body}"
-    if expected:
-        check_output(block, expected, body)
-
-
-def check_flags(block: Block, args: list[str]) -> None:
-    """The command's help must have them."""
-    told = CliRunner().invoke(app, [*args[: 2 if args[0] == "cluster" else 1], "--help"], prog_name="dovetail").output
-    unknown = {word.partition("=")[0] for word in args if word.startswith("--")} - set(re.findall(r"--[\w-]+", told))
-    assert not unknown, f"{block.place}: dovetail {args[0]} has no {sorted(unknown)}"
-
-
-def check_docker(block: Block) -> None:
-    for line in block.text.splitlines():
-        words = shlex.split(line, comments=True)
-        assert words[0] == "docker", f"{block.place}: {words[0]} isn't docker; what can be run or checked is in blocks of the language console"
-        missing = [word for word in words if word.startswith("deploy/") and not (ROOT / word).is_file()]
-        assert not missing, f"{block.place}: no file {missing}"
-
-
-def check_that_it_could_run(block: Block, words: list[str]) -> None:
-    """Commands that a test can't run: what they name must exist."""
-    if words[0] == "make":
-        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), f"{block.place}: the Makefile has no target {words[1]}"
-    elif words[:3] == ["python", "-m", "pytest"]:
-        missing = [word for word in words[3:] if "/" in word and not (ROOT / word).exists()]
-        assert not missing, f"{block.place}: no file {missing}"
-    elif words[0] == "python":
-        script = ROOT / (f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1])
-        assert script.exists(), f"{block.place}: no file {script}"
-        unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in script.read_text()]
-        assert not unknown, f"{block.place}: {script.name} has no {unknown}"
-    elif words[0] == "kubectl":
-        missing = [word for word in words if word.startswith("deploy/") and not (ROOT / word).exists()]
-        assert not missing, f"{block.place}: no file {missing}"
-    elif words[0] == "source":
-        assert words[1:] == [".venv/bin/activate"], f"{block.place}: `make demo` makes .venv"
-        assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text()
-    elif words[:2] == ["git", "clone"]:
-        assert words[2] == "WHERE_YOU_HAVE_THIS_FROM", f"{block.place}: is there a public address now? Then pyproject.toml wants [project.urls]"
-    elif words[:2] == ["pip", "install"]:
-        extras = re.findall(r"dovetail-llm\[(.+?)\]", " ".join(words))
-        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert all(extra in known for names in extras for extra in names.split(",")), f"{block.place}: unknown extra in {words}"
-    else:
-        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, curl, make, source, python, pip, git, kubectl: nobody could check it")
-
-
-def check_output(block: Block, expected: str, printed: str) -> None:
-    checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert checker.check_output(expected, printed, flags), f"{block.place}: expected\n{expected}\ngot\n{printed}"
-
-
 def test_the_version_that_pages_show_is_this_one() -> None:
     said = re.compile(r"dovetail(?:-llm)?(?:/\w+)? (\d+\.\d+\.\d+)")
     shown = {version for page in pages() for block in blocks_of(page) for version in said.findall(block.text)}
     assert shown == {metadata(DISTRIBUTION)["Version"]}
 
 
-def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:
+def test_a_page_that_is_wrong_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nowhere = ""  # no server is needed
+
     def block(language: str, text: str, title: str | None = None) -> Block:
         return Block("page.md", 1, language, title, text, not_run=False)
 
     with pytest.raises(DovetailError):
         check_config(block("yaml", "scheduler: {name: priority, agin_s: 5}"))
-
-    def nowhere() -> str:
-        raise AssertionError("no server is needed")
 
     with pytest.raises(AssertionError, match="expected"):
         run_console(block("console", "$ dovetail config check demo\ndemo: fine\n"), nowhere)
@@ -324,7 +151,7 @@ def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/completions -d {}"])
-def test_a_request_that_is_refused_is_caught(path: str, server: Server) -> None:
+def test_a_request_that_is_refused_is_caught(path: str, server: str) -> None:
     block = Block("page.md", 1, "console", None, f"$ curl {SHOWN_URL}{path}\n", not_run=False)
     with pytest.raises(AssertionError, match=r"page\.md:1: 4"):
         run_console(block, server)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conformance import fewer
 from tests.docs.pages import ROOT, blocks_of, commands_of
-from tests.docs.test_code_blocks import check_output
+from tests.docs.running import check_output
 from tests.support import FULL
 
 PAGE = "docs/write-a-scheduler.md"
