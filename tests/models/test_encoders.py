@@ -162,6 +162,12 @@ def test_an_encoder_of_another_kind_is_refused_by_the_field(family: str, fields:
         pass
 
 
+def test_a_head_for_masked_tokens_is_refused_as_such(tmp_path: Path) -> None:
+    saved(tmp_path, "Bert", "ForMaskedLM")
+    with pytest.raises(UnsupportedError, match="BertForMaskedLM predicts masked tokens"), started(tmp_path):
+        pass
+
+
 def test_a_backend_for_the_other_kind_of_layers_is_refused_with_the_right_one(tmp_path: Path) -> None:
     backends = {backend.name.partition(":")[2]: backend for backend in context().attention}
     saved(tmp_path, "Bert")

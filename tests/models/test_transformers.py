@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import ModelLoadError, UnsupportedError
-from tests.models.model_types import EXACT, PAGE, PROMPTS, greedy, rows_of, served_tokens, verdict
+from tests.models.model_types import EXACT, PAGE, PROMPTS, greedy, rows_of, served_embeddings, served_tokens, verdict
 from tests.models.tiny_configs import random_model, tiny
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
@@ -161,6 +161,15 @@ def test_a_class_of_the_checkpoints_own_code_is_refused_if_transformers_has_anot
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match="MyMixtralForCausalLM is no class of transformers, and code in a checkpoint is never run"):
         load(tmp_path)
+
+
+def test_the_body_of_a_type_with_another_types_class_embeds(tmp_path: Path) -> None:
+    reference = random_model(tiny("internlm3")).base_model
+    reference.save_pretrained(tmp_path)
+    with torch.no_grad():
+        states = [reference(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in PROMPTS]
+    expected = torch.nn.functional.normalize(torch.stack(states), dim=-1)
+    assert torch.allclose(served_embeddings(tmp_path), expected, atol=1e-4)
 
 
 def test_a_type_with_another_types_class_is_served_as_transformers_saves_it(tmp_path: Path) -> None:

@@ -81,15 +81,14 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', which say what model to build")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
-    own = () if _is_of_another_type(names, config.model_type) else names
-    serving = built_ins_first([target for target in models if set(own) & set(target.architectures)])
+    serving = _serving(models, names, config.model_type)
     made_for: MadeFor = "embed" if is_embedding_model(model_dir) else "generate"
     if any(name.endswith("ForSequenceClassification") for name in names):
         made_for = "classify"
     if not serving and (generator := _generator_of(names, config.model_type)):
         made_for = "embed" if made_for == "generate" else made_for
         names = config.architectures = [generator]
-        serving = built_ins_first([target for target in models if generator in target.architectures])
+        serving = _serving(models, names, config.model_type)
     if made_for != "generate":
         config.tie_word_embeddings = True  # a head that is never used costs nothing then, and its tensor may be missing
     serving = serving or built_ins_first([target for target in models if ANY in target.architectures])
@@ -105,6 +104,13 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return FoundArchitecture(arch, config, made_for)
+
+
+def _serving(models: Sequence[ComponentRef], names: Sequence[str], model_type: str) -> Sequence[ComponentRef]:
+    """Return the models that name one of the architectures."""
+    if _is_of_another_type(names, model_type):
+        return []
+    return built_ins_first([target for target in models if set(names) & set(target.architectures)])
 
 
 def _is_of_another_type(names: Sequence[str], model_type: str) -> bool:
