@@ -341,10 +341,11 @@ def _pooling_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) ->
 
 
 def _refuse_encoder_decoder(model_dir: Path) -> None:
-    """Raise `UnsupportedError` for a model with an encoder, before any of its other files is found wrong."""
+    """Raise `UnsupportedError` for a model with an encoder, before other files are found wrong."""
     path = model_dir / "config.json"
     if path.is_file() and read_json_object(path).get("is_encoder_decoder"):
-        raise UnsupportedError(f"{path}: is_encoder_decoder: a model with an encoder beside its decoder isn't served")
+        reason = "is_encoder_decoder: a model with an encoder beside its decoder isn't served"
+        raise UnsupportedError(f"{path}: {reason}")
 
 
 def _find(key: str, name: str, registry: Registry) -> Path:

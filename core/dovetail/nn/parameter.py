@@ -36,10 +36,11 @@ class Part:
     def read(self, source: Any, transform: Transform | None = None, device: torch.device | None = None) -> torch.Tensor:
         """Read this part of `source`, a safetensors slice (only this part is read) or a tensor, repeated for its copies. `transform` gets the values
         in float32, on `device` if given. Raises `ModelLoadError` if `source` has another shape, or a dtype that requires a scale."""
-        where = (self.dim, self.start, self.size)
-        turned = self.transposed and _shape_of(source) == self.whole_shape  # of a square one: as published
-        shapes = (self.whole_shape, self._unturned_shape) if self.transposed else (self.whole_shape,)
-        values = cut(source, shapes, *where, stride=self.stride, expert=self.expert, transposed=turned)
+        where: dict[str, Any] = {"dim": self.dim, "start": self.start, "size": self.size}
+        shapes = tuple(dict.fromkeys((self.whole_shape, self._unturned_shape)))
+        turned = self.transposed and _shape_of(source) == self.whole_shape  # also a square one
+        where |= {"stride": self.stride, "expert": self.expert, "transposed": turned}
+        values = cut(source, shapes, **where)
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelLoadError(f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}")
         if device is not None:
@@ -51,11 +52,14 @@ class Part:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
-        return self._unturned_shape if not self.transposed else (*self._unturned_shape[:-2], *self.source_shape[::-1])
+        if not self.transposed:
+            return self._unturned_shape
+        return (*self._unturned_shape[:-2], *self.source_shape[::-1])
 
     @property
     def _unturned_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor with [outputs, inputs], as transformers saves some that were published transposed."""
+        """Shape of the tensor with [outputs, inputs], as transformers saves some that were
+        published transposed."""
         return self.source_shape if self.expert is None else (self.expert[1], *self.source_shape)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:

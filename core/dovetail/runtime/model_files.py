@@ -28,7 +28,8 @@ BUILT_IN = "dovetail:"  # prefix of the full names of built-ins
 
 
 class _SameAsText(NamedTuple):
-    """A model equivalent to a text model, where the three positions of a token are equal, and fields that the latter's code fixes."""
+    """A model equivalent to a text model, where the three positions of a token are equal, and
+    fields that the latter's code fixes."""
 
     model_type: str
     fixed: Mapping[str, Any] = {}
@@ -43,7 +44,7 @@ _SAME_AS_TEXT = {
     "qwen3_vl_moe_text": _SameAsText("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_vl_text": _SameAsText("qwen3"),
 }
-_NAMED_OTHERWISE = ("cosmos3_omni",)  # types whose checkpoints name the tensors of their text model in a way of their own
+_NAMED_OTHERWISE = ("cosmos3_omni",)  # types with names of their own for tensors of their text model
 
 _NOT_OF_SHAPE = ("model_type", "architectures", "transformers_version", "router_aux_loss_coef")
 
@@ -106,7 +107,11 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     return FoundArchitecture(arch, config, made_for)
 
 
-def _serving(models: Sequence[ComponentRef], names: Sequence[str], model_type: str) -> Sequence[ComponentRef]:
+def _serving(
+    models: Sequence[ComponentRef],
+    names: Sequence[str],
+    model_type: str,
+) -> Sequence[ComponentRef]:
     """Return the models that name one of the architectures."""
     if _is_of_another_type(names, model_type):
         return []
@@ -114,8 +119,8 @@ def _serving(models: Sequence[ComponentRef], names: Sequence[str], model_type: s
 
 
 def _is_of_another_type(names: Sequence[str], model_type: str) -> bool:
-    """Return True if transformers serves the type with another type's class (InternLM3 with Llama's). A native model of that class is made for the
-    other type's config."""
+    """Return True if transformers serves the type with another type's class (InternLM3 with
+    Llama's). A native model of that class is made for the other type's config."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     stem = model_type.removesuffix("_text").replace("_", "").replace("-", "")
@@ -157,8 +162,8 @@ def _text_of(config: Any, model_dir: str | Path) -> Any:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if name is None:
         raise UnsupportedError(
-            f"{model_dir}: the text of {config.model_type} isn't served: transformers has no causal language model for its text model, "
-            f"{text.model_type}, by itself"
+            f"{model_dir}: the text of {config.model_type} isn't served: transformers has no causal "
+            f"language model for its text model, {text.model_type}, by itself"
         )
     text.architectures = [name]
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)  # applies to the shared head

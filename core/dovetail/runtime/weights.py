@@ -28,14 +28,14 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _PREFIX = "model."  # prefix of all names except the head's, in a checkpoint of a causal language model
 
-TEXT_PARTS = {  # prefixes of the text model's names in a checkpoint with a vision model -> without one
+TEXT_PARTS = {  # prefixes of the text model's names beside a vision model -> without one
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.": "",
 }
 OTHER_PARTS = re.compile(  # tensors of vision and audio models and of what joins them to the text model
-    r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector|mm_projector"
-    r"|connector|qformer|query_tokens|language_projection)(\.|$)"
+    r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio"
+    r"|multi_modal_projector|mm_projector|connector|qformer|query_tokens|language_projection)(\.|$)"
 )
 
 _PLAIN = ("F64", "F32", "F16", "BF16")  # dtypes, as headers name them, of tensors that are converted to the model's dtype
@@ -187,7 +187,10 @@ def _text_names(names: Iterable[str]) -> dict[str, str]:
 
 def text_name(name: str) -> str:
     """Return the name that a tensor of the text model has without a vision model."""
-    return next((new + name.removeprefix(old) for old, new in TEXT_PARTS.items() if name.startswith(old)), name)
+    for old, new in TEXT_PARTS.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def place_of(rule: WeightRule) -> Place:

@@ -124,16 +124,18 @@ class ConfigArch(ModelArch):
     def _unknown(self, config: Any) -> list[str]:
         known = _HANDLED | self.handled | {self.activation_field}
         defaults = vars(type(config)())  # what transformers puts into every such config
-        fields = {name: value for name, value in vars(config).items() if (value or defaults.get(name)) and name not in known}
-        return [
-            f"{name} = {_short(value)} {_unknown_because(name, defaults)}"
-            for name, value in fields.items()
-            if value != defaults.get(name) and not _is_harmless(name, value)
-        ]
+        reasons = []
+        for name, value in vars(config).items():
+            is_off = not value and not defaults.get(name)
+            is_default = value == defaults.get(name)
+            if not (is_off or is_default or name in known or _is_harmless(name, value)):
+                reasons.append(f"{name} = {_short(value)} {_unknown_because(name, defaults)}")
+        return reasons
 
 
 def _unknown_because(name: str, defaults: Mapping[str, Any]) -> str:
-    """Return why a field is rejected. Removal is no remedy for one that transformers' class has: the model would be another."""
+    """Return why a field is rejected. Removing one that transformers' class has would make
+    another model."""
     if name in defaults:
         return f"is not implemented (only {_short(defaults[name])})"
     return "is no field of this model in transformers and may change the numbers; if it doesn't, remove it from config.json"

@@ -38,8 +38,9 @@ class Gemma4(GemmaArch):
     handled = GemmaArch.handled | {
         *("vocab_size_per_layer_input", "hidden_size_per_layer_input", "attention_k_eq_v"),
         *("num_kv_shared_layers", "use_double_wide_mlp"),
-        *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),  # the others are only read with the first
-        *("per_layer_config", "_heterogeneity_spec"),  # checked for each layer; transformers makes them of global_head_dim
+        "enable_moe_block",  # checked below; without it the next three aren't read
+        *("num_experts", "top_k_experts", "moe_intermediate_size"),
+        *("per_layer_config", "_heterogeneity_spec"),  # made of global_head_dim; checked below
     }
     causal = (None, "vision")  # text is causal with the latter, too
 

@@ -32,6 +32,12 @@ class Qwen3Moe(DecoderArch):
         windows = (config.sliding_window,) * config.num_hidden_layers
         sparse = (index for index in range(config.num_hidden_layers) if (index + 1) % config.decoder_sparse_step == 0)
         layers = frozenset(sparse) - set(config.mlp_only_layers) if count else frozenset()
-        chosen, stacked = config.num_experts_per_tok, Stacked(transposed=True, optional=True)  # Qwen3-VL's are stacked
-        experts = ExpertsShape(layers, count, chosen, config.moe_intermediate_size, config.norm_topk_prob, stacked=stacked)
+        experts = ExpertsShape(
+            layers,
+            count,
+            config.num_experts_per_tok,
+            config.moe_intermediate_size,
+            config.norm_topk_prob,
+            stacked=Stacked(transposed=True, optional=True),  # as Qwen3-VL's are
+        )
         return base_shape(config, windows=windows, qk_norm=True, qkv_bias=bias, output_bias=bias, experts=experts)

@@ -42,8 +42,8 @@ _LEFT_OUT = re.compile(rf"{OTHER_PARTS.pattern}|(model\.)?(mtp|score)\.")  # ten
 _IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # attributes of a model's class that name them
 _HIDING = {  # kinds of layers that compute something that attention backends don't see
     "chunked_attention": "which ends at a chunk's border, hidden from attention backends; a max_model_len of one chunk avoids it",
-    "conv": "a convolution, which keeps inputs of earlier tokens as a state, and only native models can",
-    "linear_attention": "which keeps a recurrent state, and only native models can",
+    "conv": "a convolution, whose state of earlier inputs only native models can keep",
+    "linear_attention": "whose recurrent state only native models can keep",
 }
 _FAILURES = (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of transformers' code
 _SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
@@ -60,7 +60,8 @@ class Transformers(ModelArch):
         serves = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if getattr(config, "is_encoder_decoder", False):
             return ["is_encoder_decoder: a model with an encoder isn't served"]
-        if serves is None or not any(_is_called(name, serves, config.model_type) for name in config.architectures or ()):
+        names = config.architectures or ()
+        if serves is None or not any(_is_called(name, serves, config.model_type) for name in names):
             return [_why_not_causal(config, serves)]
         if getattr(getattr(transformers, serves), "_is_stateful", False):
             return [f"{serves} keeps a recurrent state, which only native models can"]
@@ -100,8 +101,9 @@ class Transformers(ModelArch):
 
 
 def _is_called(name: str, serves: str, model_type: str) -> bool:
-    """Return True if `name` is that of `serves`, transformers' class for a type, as it or published checkpoints spell it. A type that another one's
-    class serves is published with a class of its own (`InternLM3ForCausalLM`, which is Llama's in transformers)."""
+    """Return True if `name` is that of `serves`, transformers' class for a type, as it or
+    published checkpoints spell it. A type that another one's class serves is published with a
+    class of its own (`InternLM3ForCausalLM`, which is Llama's in transformers)."""
     return _folded(name) in (_folded(serves), _folded(f"{model_type}ForCausalLM"))
 
 
@@ -116,7 +118,8 @@ def _why_not_causal(config: Any, serves: str | None) -> str:
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         if any(name.endswith("ForMaskedLM") for name in known):
             return f"architectures: {names} predicts masked tokens, which isn't served"
-        return f"architectures: {names} is an encoder, and only native models serve those: there is none for {kind}"
+        why = f"only native models serve those: there is none for {kind}"
+        return f"architectures: {names} is an encoder, and {why}"
     if serves is None:
         return f"architectures: {names}: transformers has no causal language model for {kind}"
     if not known:
@@ -262,7 +265,8 @@ class TransformersModel(nn.Module):
             self._leave_layers()
         elif self._on_any_rank(difference is not None):
             seen = difference or "another rank refuses it"
-            raise UnsupportedError(f"{type(alone).__name__} can't be served through transformers: {_hidden_by(self.config)}: {seen}")
+            what = f"{type(alone).__name__} can't be served through transformers"
+            raise UnsupportedError(f"{what}: {_hidden_by(self.config)}: {seen}")
 
     def _is_plain(self) -> bool:
         """Return False if a weight of the replaced layers isn't plain."""
@@ -302,8 +306,9 @@ class TransformersModel(nn.Module):
 
 def _hidden_by(config: Any) -> str:
     """Return what makes a model compute other numbers in ragged batches."""
-    kinds = [f"layer_types has {kind}, {why}" for kind, why in _HIDING.items() if kind in (getattr(config, "layer_types", None) or ())]
-    return "; ".join(kinds) or "its code keeps a state beside attention's K and V, or hides a mask from attention backends"
+    kinds = getattr(config, "layer_types", None) or ()
+    told = [f"layer_types has {kind}, {why}" for kind, why in _HIDING.items() if kind in kinds]
+    return "; ".join(told) or ("its code keeps a state beside attention's K and V, or hides a mask from attention backends")
 
 
 def _warn_of_plain_experts(traced: Traced, dtype: torch.dtype) -> None:
@@ -399,15 +404,21 @@ def _is_stored(rule: WeightRule) -> bool:
 
 
 def _refuse_others_stored(directory: Path, stored: Sequence[WeightRule]) -> None:
-    """Raise `UnsupportedError` if the checkpoint stores weights of other layers in the formats of `stored`, such as experts."""
-    words = {word for rule in stored for word, _ in rule.parameter.tensors(rule.shard_id)} - {"weight", "bias"}
+    """Raise `UnsupportedError` if the checkpoint stores weights of other layers, such as experts,
+    in the formats of `stored`."""
+    words = {word for rule in stored for word, _ in rule.parameter.tensors(rule.shard_id)}
     ours = {rule.source.rpartition(".")[0] for rule in stored}
-    names = [name for name in sorted(tensor_names(directory)) if not OTHER_PARTS.match(name) and name.rpartition(".")[2] in words]
-    modules = [name.rpartition(".")[0] for name in map(text_name, names) if name.rpartition(".")[0] not in ours]
+    modules = []
+    for name in sorted(tensor_names(directory)):
+        module, _, word = text_name(name).rpartition(".")
+        is_stored = word in words - {"weight", "bias"} and not OTHER_PARTS.match(name)
+        if is_stored and module not in ours:
+            modules.append(module)
     if modules:
         raise UnsupportedError(
-            f"{directory}: {some_of(dict.fromkeys(modules))} are quantized, and through transformers only layers that are replaced can be, "
-            "which experts in a quantized checkpoint aren't; use a checkpoint in 16 bits"
+            f"{directory}: {some_of(dict.fromkeys(modules))} are quantized, and through transformers "
+            "only layers that are replaced can be, which experts in a quantized checkpoint aren't; "
+            "use a checkpoint in 16 bits"
         )
 
 
