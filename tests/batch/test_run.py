@@ -17,7 +17,7 @@ import pytest
 from bench.batch import main as bench_main
 from bench.toy import answer, installed_in
 
-from dovetail import LLM, LLMEngine, PoolingParams, SamplingParams
+from dovetail import LLM, LLMEngine, PoolingParams, SamplingParams, process_watch
 from dovetail.errors import ConfigError, EngineDeadError, ModelLoadError
 from dovetail.front.tokenizer import Tokenizer
 from dovetail_batch import open_job, runner
@@ -404,8 +404,10 @@ def test_an_engine_whose_process_is_stopped_ends_the_job(tmp_path: Path, monkeyp
             os.kill(self.pid, signal.SIGSTOP)
 
     monkeypatch.setattr(runner, "EngineLink", StoppedLink)
+    for module in (process_watch, runner):
+        monkeypatch.setattr(module, "STOPPED_S", 0.1)
     write_rows(tmp_path / "rows.jsonl", toy_rows(2))
-    assert "engine 0 has failed: it had been stopped (SIGSTOP) for 5 s" in run_job(write_job(tmp_path), code=1)
+    assert "engine 0 has failed: it had been stopped (SIGSTOP) for 0.1 s" in run_job(write_job(tmp_path), code=1)
 
 
 @pytest.mark.full

@@ -81,7 +81,7 @@ def test_vllm_gets_random_weights_the_lengths_and_room_for_all_requests(monkeypa
     install(monkeypatch, "vllm", VLLM)
     measured = engines.run_vllm(WORK, DIRECTORY, {})
     expected = {"model": str(DIRECTORY), "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 9, "max_num_seqs": 2}
-    assert VLLM.made == expected
+    assert VLLM.made == expected | {"tensor_parallel_size": 1, "quantization": None}
     assert len(measured.seconds) == engines.RUNS
     check_asked(VLLM, lambda prompts: [prompt["prompt_token_ids"] for prompt in prompts])
 

@@ -63,15 +63,15 @@ def test_a_senseless_search_is_refused(tolerance: float, start: float) -> None:
         find_capacity(breaks_above(1.0), SLO, tolerance=tolerance, start=start)
 
 
-WORKLOAD = "requests=40 arrivals=poisson(2) prompt=fixed(100) output=fixed(20)"
+WORKLOAD = "requests=20 arrivals=poisson(2) prompt=fixed(100) output=fixed(20)"
 
 
-@pytest.mark.slow("simulates many requests")
+@pytest.mark.usefixtures("no_figures")
 def test_the_command_prints_the_rate_and_every_trial(tmp_path: Path) -> None:
     engine = write_engine(tmp_path / "fcfs.yaml")
-    said = lab("capacity", engine, "--trace", WORKLOAD, "--slo", "ttft_p99<1", "--tolerance", "0.1", "--out", tmp_path / "out")
+    said = lab("capacity", engine, "--trace", WORKLOAD, "--slo", "ttft_p99<1", "--tolerance", "0.3", "--out", tmp_path / "out")
     assert "requests/s" in said
-    assert "meet ttft_p99<1; tolerance 10 %" in said
+    assert "meet ttft_p99<1; tolerance 30 %" in said
     table = (tmp_path / "out" / "capacity.csv").read_text().splitlines()
     assert table[0] == "policy,scale_rate,requests_per_s,ttft_p99_s,ttft_p99_within,met,capacity"
     assert sum(line.endswith(",yes,yes") for line in table) == 1

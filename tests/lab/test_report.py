@@ -30,6 +30,7 @@ from tests.lab.commands import lab, write_engine
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 from tests.support import examples
 
+RENDERS = pytest.mark.slow("renders many figures")
 VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 
 
@@ -73,14 +74,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made, but neither laid out nor rendered, which takes most of a report's time: for tests of everything else."""
-    monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)
-    monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")
-    monkeypatch.setattr("dovetail_lab.report.html.svg", lambda figure, prefix: "")
-
-
 def assert_complete(page: str) -> None:
     """Tags nest, ids are unique, and nothing is fetched."""
     tags = Tags()
@@ -91,7 +84,6 @@ def assert_complete(page: str) -> None:
     assert len(tags.ids) == len(set(tags.ids))
 
 
-@pytest.mark.slow("simulates many requests")
 def test_the_page_needs_nothing_else(written: Path) -> None:
     assert_complete((written / "report.html").read_text())
 
@@ -192,7 +184,7 @@ def test_tables_hold_every_request_and_change(written: Path) -> None:
     assert (written / "timeline.csv").stat().st_size
 
 
-@pytest.mark.slow("simulates many requests")
+@pytest.mark.slow("renders all figures again")
 def test_the_same_runs_give_the_same_bytes(written: Path, tmp_path: Path) -> None:
     for path in write_report(two_policies(), tmp_path):
         assert path.read_bytes() == (written / path.name).read_bytes(), path.name
@@ -203,12 +195,11 @@ def test_the_same_runs_give_the_same_bytes(written: Path, tmp_path: Path) -> Non
     [
         (run([]), "No step ran."),
         (run([rejected(0), rejected(1)]), "No request completed: there are no latencies."),
-        (run([record(0, 0.5)]), "The trace has one client"),
-        (run([record(0, 0.5, gaps_s=())]), "The trace has one client"),
+        pytest.param(run([record(0, 0.5)]), "The trace has one client", marks=RENDERS),
+        pytest.param(run([record(0, 0.5, gaps_s=())]), "The trace has one client", marks=RENDERS),
     ],
     ids=["no request", "none completed", "one request", "one token"],
 )
-@pytest.mark.slow("simulates many requests")
 def test_a_run_in_which_little_happened_has_a_report_too(made: RunResult, says: str, tmp_path: Path) -> None:
     write_report(Report("little", "", {"A": [made]}), tmp_path)
     page = (tmp_path / "report.html").read_text()
@@ -246,7 +237,6 @@ WORKLOAD = "requests=30 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed
 
 
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.slow("simulates many requests")
 def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "vtc")]
     first, again = tmp_path / "first", tmp_path / "again"

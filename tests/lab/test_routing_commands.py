@@ -58,20 +58,23 @@ def test_a_file_that_knows_no_replicas_is_of_one(tmp_path: Path) -> None:
     assert [one.replica for one in RunResult.load(path)] == [0]
 
 
-@pytest.mark.slow("simulates many requests")
+@pytest.mark.usefixtures("no_figures")
 def test_each_engine_of_a_comparison_has_its_router(config: str, tmp_path: Path) -> None:
     names = ("e (1)", "e (2)")
     routed = [word for name, router in zip(names, ("round_robin", f"{__name__}:Last"), strict=True) for word in ("--router", f"{name}:{router}")]
     out = tmp_path / "out"
-    lab("compare", config, config, "--trace", WORKLOAD, "--replicas", "2", *routed, "--keep-runs", "--out", str(out), "--jobs", "1")
+    common = ("--trace", WORKLOAD, "--replicas", "2", "--out", str(out), "--jobs", "1", "--resamples", "100")
+    lab("compare", config, config, *common, *routed, "--keep-runs")
     runs = {run.name: run for run in map(RunResult.load, out.glob("e_*.json"))}
     assert [runs[name].settings["router"] for name in names] == ["round_robin", "Last"]
     assert [{one.replica for one in runs[name]} for name in names] == [{0, 1}, {1}]
 
 
-@pytest.mark.slow("simulates many requests")
-def test_sweep_and_capacity_take_replicas(config: str) -> None:
+def test_sweep_takes_replicas(config: str) -> None:
     assert "ttft_mean" in lab("sweep", config, "--trace", WORKLOAD, "--replicas", "2", "--rates", "1,2", "--jobs", "1")
+
+
+def test_capacity_takes_replicas(config: str) -> None:
     assert "requests/s" in lab("capacity", config, "--trace", WORKLOAD, "--replicas", "2", "--slo", "ttft_p99<100", "--tolerance", "1", "--jobs", "1")
 
 

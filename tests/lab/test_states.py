@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,22 +53,28 @@ QWEN3_5_4B: dict[str, Any] = {
 CONFIGS = {"qwen3-next": QWEN3_NEXT, "qwen3.5-4b": QWEN3_5_4B}
 
 
-def built(config: dict[str, Any]) -> Any:
-    """Return transformers' model of the config, without memory."""
+@pytest.fixture(scope="module", params=CONFIGS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Name of a config whose model is built: the import of its code takes a second."""
+    built(request.param)
+    return str(request.param)
+
+
+@cache
+def built(name: str) -> Any:
+    """Return transformers' model of a config, without memory."""
     transformers, torch = pytest.importorskip("transformers", reason="the lab runs without it"), pytest.importorskip("torch")
-    text = config.get("text_config", config)
+    text = CONFIGS[name].get("text_config", CONFIGS[name])
     full = transformers.AutoConfig.for_model(text["model_type"], **{key: value for key, value in text.items() if key != "model_type"})
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(full)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_weights_are_counted_as_transformers_does(config: dict[str, Any]) -> None:
-    assert ModelSizes.of(config).parameters == pytest.approx(built(config).num_parameters(), rel=0.001)
+def test_weights_are_counted_as_transformers_does(name: str) -> None:
+    assert ModelSizes.of(CONFIGS[name]).parameters == pytest.approx(built(name).num_parameters(), rel=0.001)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_pool_is_laid_out_as_the_engine_s(config: dict[str, Any]) -> None:
+def test_the_pool_is_laid_out_as_the_engine_s(name: str) -> None:
     torch = pytest.importorskip("torch", reason="the lab runs without it")
     from dovetail.api.attention import AttentionContext
     from dovetail.api.component import NoOptions
@@ -77,12 +84,12 @@ def test_the_pool_is_laid_out_as_the_engine_s(config: dict[str, Any]) -> None:
     from dovetail_attention.sdpa import TorchAttention
     from tests.models.oracle import arch_of
 
-    full = built(config).config
+    full = built(name).config
     arch = arch_of(full)
     backend = TorchAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK))
     states = [cached_state(spec, torch.bfloat16, torch.float32) for spec in arch.state_specs(full, SINGLE)]
     engines = kv_layout(backend, arch.layer_specs(full, SINGLE), "bfloat16", states).layout
-    ours = ModelSizes.of(config).cache_layout(BLOCK).layout
+    ours = ModelSizes.of(CONFIGS[name]).cache_layout(BLOCK).layout
     assert (ours.groups, ours.page_bytes) == (engines.groups, engines.page_bytes)
 
 

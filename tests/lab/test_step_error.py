@@ -55,12 +55,10 @@ def test_the_factor_multiplies_the_time_of_every_step() -> None:
     assert np.allclose(slow, 1.5 * plain)
 
 
-@pytest.mark.slow("simulates many requests")
-def test_compare_repeats_at_the_error_of_the_step_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)  # figures take most of the time
-    monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")
+@pytest.mark.usefixtures("no_figures")
+def test_compare_repeats_at_the_error_of_the_step_times(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "sjf")]
-    common = ("compare", *engines, "--trace", "arrivals=poisson(20) requests=30 prompt=100 output=uniform(1,60)", "--resamples", 100, "--jobs", 1)
+    common = ("compare", *engines, "--trace", "arrivals=poisson(20) requests=10 prompt=100 output=uniform(1,60)", "--resamples", 100, "--jobs", 1)
     said = lab(*common)
     assert "--step-time-error 0.04 repeats with steps 4 % longer and shorter" in said
     said = lab(*common, "--step-time", "rtxpro6000-llama-3.1-8b", "--out", tmp_path / "out")
