@@ -37,6 +37,8 @@ JSON: dict[str, Generator] = {
     "integers": repeated("257,", "[", "1]"),
     "long integers": repeated("9" * 4_000 + ",", "[", "1]"),
     "one integer": repeated("9"),
+    "integers of 99 digits": repeated("9" * 99 + ",", "[", "1]"),
+    "digits in a string": repeated("9" * 99 + "a", '"', '"'),
     "numbers": repeated("1.5,", "[", "1]"),
     "long numbers": repeated("0." + "1" * 500 + ",", "[", "1]"),
     "large exponents": repeated("1e308,", "[", "1]"),

@@ -364,6 +364,14 @@ def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, htt
         assert held_s <= LOOP_HELD_S, f"{path}: {name}: {held_s:.2f} s"
 
 
+@pytest.mark.slow("bodies of 16 MB")
+@pytest.mark.parametrize("make", [TEXTS["half marks"], PATTERNS["nested repeats"]], ids=["half marks", "nested repeats"])
+def test_tokenizing_the_largest_prompts_never_holds_the_event_loop(make: Generator, http: Http) -> None:
+    """For a model with room for them."""
+    body = filled('{"prompt": "#", "max_tokens": 1}', make(LARGEST - 10_000))
+    assert http.held_s("/v1/completions", [body]) <= LOOP_HELD_S
+
+
 @pytest.mark.slow("bodies of 20 MB together")
 def test_many_large_bodies_at_once_never_hold_the_event_loop(http: Http) -> None:
     for name, make in JSON.items():

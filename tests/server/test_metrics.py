@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.core import CollectorRegistry, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
@@ -19,7 +23,7 @@ from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import EngineInfo, Load, ServedEngine
-from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER, Histogram, ServerMetrics, metrics_route, token_bounds
+from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER, Histogram, Scrapes, ServerMetrics, metrics_route, token_bounds
 
 
 @dataclass
@@ -207,3 +211,36 @@ def test_what_the_page_gets_holds_no_name_of_a_client_and_no_text(metrics: Serve
     live = metrics.live()
     assert "secret" not in repr(live)
     assert (live["running"], live["generated_tokens"], live["finished"]["stop"]) == (3, 2, 1)
+
+
+class _Counted(Collector):
+    """Counts its scrapes, and those at once."""
+
+    def __init__(self) -> None:
+        self.scrapes = self.running = self.most_running = 0
+
+    def collect(self) -> Iterator[Metric]:
+        self.scrapes += 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        yield GaugeMetricFamily("scrapes", "Scrapes", value=self.scrapes)
+        self.running -= 1
+
+
+def test_scrapes_run_one_at_a_time_and_those_that_wait_share_one() -> None:
+    counted, registry = _Counted(), CollectorRegistry()
+    registry.register(counted)
+    before = counted.scrapes
+
+    async def scrape() -> None:
+        scrapes = Scrapes(registry)
+        formats = ["", "application/openmetrics-text"]
+        first = asyncio.gather(*(scrapes.scrape(formats[number % 2]) for number in range(100)))
+        await asyncio.sleep(0)
+        told = await asyncio.gather(first, *(scrapes.scrape("") for _ in range(100)))
+        assert counted.scrapes - before <= 3
+        assert counted.most_running == 1
+        text, _ = await scrapes.scrape("")
+        assert text != told[-1][0], "what is asked for later is encoded anew"
+
+    asyncio.run(scrape())

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from dovetail_server.app import create_app
+from dovetail_server.protocol import openapi
 from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
@@ -46,6 +47,11 @@ def test_every_endpoint_is_described(engine: FakeEngine) -> None:
     paths = document(engine)["paths"]
     assert {(method, path) for path, methods in paths.items() for method in methods} == served
     assert {(operation.method, operation.path) for operation in OPERATIONS} == served
+
+
+def test_the_document_is_made_once() -> None:
+    facts: dict[str, Any] = {"paths": frozenset({"/health"}), "version": "1", "root_path": "", "has_keys": False}
+    assert openapi.document(**facts) is openapi.document(**facts)
 
 
 def test_keys_are_asked_for_only_where_there_are_some(engine: FakeEngine) -> None:

@@ -6,9 +6,10 @@ and an addition: prometheus_client only runs on a scrape.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -376,12 +377,37 @@ def family(
     return metric
 
 
-def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Response]:
-    """Return the handler of `/metrics`. Not a coroutine: Starlette runs it in a thread, so that it doesn't delay streams."""
+def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of `/metrics`."""
+    scrapes = Scrapes(metrics.registry)
 
-    def scraped(request: Request) -> Response:
-        encode: Callable[[CollectorRegistry], bytes]
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(metrics.registry), headers={"content-type": content_type})
+    async def scraped(request: Request) -> Response:
+        text, content_type = await scrapes.scrape(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     return scraped
+
+
+class Scrapes:
+    """Encodes metrics in a thread, so that streams aren't delayed; once at a time, since each thread
+    would delay the event loop. All who ask before an encoding begins share it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._turn = asyncio.Lock()
+        self._next: dict[str, asyncio.Task[bytes]] = {}  # encodings that haven't begun, by content type
+
+    async def scrape(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics as a client accepts them, and their content type."""
+        encode: Callable[[CollectorRegistry], bytes]
+        encode, content_type = choose_encoder(accept)
+        task = self._next.get(content_type)
+        if task is None:
+            task = asyncio.create_task(self._encoded(encode, content_type))
+            self._next[content_type] = task
+        return await asyncio.shield(task), content_type
+
+    async def _encoded(self, encode: Callable[[CollectorRegistry], bytes], content_type: str) -> bytes:
+        async with self._turn:
+            del self._next[content_type]
+            return await asyncio.to_thread(encode, self._registry)

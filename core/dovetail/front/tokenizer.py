@@ -56,6 +56,7 @@ PROCESSORS = FileKeys(
 )
 _JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
 _MAX_PARTS = 4_000_000  # of such a file: 262,000 tokens and 515,000 merges, each a list, are 800,000
+_ENCODING_METHODS = ("__call__", "_encode_plus", "_batch_encode_plus", "_convert_encoding")  # of transformers' classes
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
 
 
@@ -258,9 +259,30 @@ class TransformersTokenizer(Tokenizer):
             check_unicode(text)
         if not texts:
             return []  # transformers can't
+        if self._encodes_plainly:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+            return [encoding.ids for encoding in encodings]
         encoded = self.own(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+    @cached_property
+    def _encodes_plainly(self) -> bool:
+        """True if its class does nothing but call the tokenizers library, which can then leave out the
+        texts and places of tokens. They take most of the time, and freeing them holds the
+        interpreter's lock: 1 s for a text of 16 MB."""
+        if self.backend is None:
+            return False
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self.own, PreTrainedTokenizerFast):
+            return False
+        kinds = type(self.own).__mro__
+        own_kinds = kinds[: kinds.index(PreTrainedTokenizerFast)]
+        plain = not any(name in vars(kind) for kind in own_kinds for name in _ENCODING_METHODS)
+        if plain:
+            self.own("a", verbose=False)  # has the library neither cut nor pad, and treat special tokens as configured
+        return plain
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], most: int | None = None) -> list[TokenizedText]:
         for pair in pairs:

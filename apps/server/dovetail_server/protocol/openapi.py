@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
+import orjson
 from msgspec import Struct
 
 from dovetail_server.protocol import chat, completions, messages, pooling, responses
@@ -135,8 +137,10 @@ OPERATIONS = (
 )
 
 
-def document(*, paths: Collection[str], version: str, root_path: str, has_keys: bool) -> dict[str, Any]:
-    """Return the OpenAPI document of the operations at `paths`. `has_keys`: the server requires API keys."""
+@lru_cache(maxsize=8)
+def document(*, paths: frozenset[str], version: str, root_path: str, has_keys: bool) -> bytes:
+    """Return the OpenAPI document of the operations at `paths` as JSON. It is made once, since that
+    takes as long as many requests. `has_keys`: the server requires API keys."""
     operations = [operation for operation in OPERATIONS if operation.path in paths]
     schemas, components = _schemas(operations)
     described: dict[str, dict[str, Any]] = {}
@@ -152,7 +156,7 @@ def document(*, paths: Collection[str], version: str, root_path: str, has_keys: 
     if has_keys:
         bearer, header = {"type": "http", "scheme": "bearer"}, {"type": "apiKey", "in": "header", "name": "x-api-key"}
         made["components"]["securitySchemes"] = {"bearer": bearer, "x_api_key": header}
-    return made
+    return orjson.dumps(made)
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:

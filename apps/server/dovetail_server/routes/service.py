@@ -107,7 +107,7 @@ def _check_health(exchange: Exchange) -> None:
 async def openapi(exchange: Exchange) -> None:
     """Describe the available endpoints."""
     settings = exchange.server.settings
-    paths = {described_path(route) for route in exchange.scope["app"].routes if isinstance(route, Route)}
+    paths = frozenset(described_path(route) for route in exchange.scope["app"].routes if isinstance(route, Route))
     version = importlib.metadata.version(DISTRIBUTION)
     await exchange.reply(document(paths=paths, version=version, root_path=settings.root_path, has_keys=bool(settings.api_keys)))
 
