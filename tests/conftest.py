@@ -21,7 +21,7 @@ import pytest
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once
 from tests.preloaded import Preloaded
-from tests.slow_checks import SLOW_CHECKS
+from tests.slow_checks import reason_for
 from tests.support import FULL, PROFILE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = []
     other = []
     for item in items:
-        if item.nodeid in SLOW_CHECKS:
-            item.add_marker(pytest.mark.slow(SLOW_CHECKS[item.nodeid]))
+        if (reason := reason_for(item.nodeid)) is not None:
+            item.add_marker(pytest.mark.slow(reason))
         marks = list(item.iter_markers())
         if any(mark.name == "slow" and not mark.args for mark in marks):
             raise pytest.UsageError(f"marked slow without a reason: {item.nodeid}")

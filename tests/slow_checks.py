@@ -12,13 +12,12 @@ OF_BUILTINS = "tests/conformance/test_builtins.py::Test_"
 OF_FLASH = "tests/attention/test_flash_suite.py::TestFlashAttention"
 WHICH_BLOCKS = "test_which_physical_blocks_a_row_has_changes_nothing"
 
+SLOW_OF_BUILTINS = {"test_spawn": PROCESS, "test_replay": PROCESS}  # one process for all of them, which the first waits for
 SLOW_CHECKS = {
     f"{OF_FLASH}2::test_spawn": PROCESS,
     f"{OF_FLASH}2::{WHICH_BLOCKS}": MANY_CASES,
     f"{OF_FLASH}3::test_spawn": PROCESS,
     f"{OF_FLASH}3::{WHICH_BLOCKS}": MANY_CASES,
-    f"{OF_BUILTINS}scheduler_andes::test_spawn": PROCESS,
-    f"{OF_BUILTINS}scheduler_andes::test_replay": PROCESS,
     f"{OF_BUILTINS}kv_cache_prefix::test_no_request_reads_what_another_wrote": MANY_CASES,
     f"{OF_BUILTINS}model_gpt_oss::test_weight_use": MANY_CASES,
     f"{OF_BUILTINS}model_qwen3_moe::test_weight_use": MANY_CASES,
@@ -31,5 +30,15 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}executor_local::test_what_is_pooled_depends_on_the_prompt_alone": MANY_CASES,
     "tests/cli/test_plugins_doctor.py::test_what_is_wrong_is_found[dovetail-import-fails]": PROCESS,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
+    "tests/models/test_transformers.py::test_the_table_of_types_is_true[gemma3n_text]": MANY_CASES,
     "tests/lab/test_calibrate.py::test_known_step_times_are_found_out[few decodes]": MANY_CASES,
 }
+
+
+def reason_for(nodeid: str) -> str | None:
+    """Return why a test is slow, if it is listed here."""
+    if nodeid.startswith(OF_BUILTINS):
+        check = nodeid.rpartition("::")[2]
+        if check in SLOW_OF_BUILTINS:
+            return SLOW_OF_BUILTINS[check]
+    return SLOW_CHECKS.get(nodeid)

@@ -81,8 +81,10 @@ def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str]
         return len(gc.get_referents(*things))
 
     def growth() -> int:
-        with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 512}) as engine:
-            engine.add_request("a", "To be", SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, stop=stop))
+        gc.collect()
+        gc.freeze()  # what was there before isn't looked through: that takes seconds
+        with LLMEngine.from_config({"model": "demo", "max_num_seqs": 4, "max_model_len": 512}) as engine:
+            engine.add_request("a", "To be", SamplingParams(n=4, max_tokens=400, ignore_eos=True, output_kind=kind, stop=stop))
 
             def after(tokens: int) -> int:
                 while engine.stats().decode_tokens < tokens:

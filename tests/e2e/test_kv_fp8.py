@@ -26,19 +26,23 @@ def recall(directory: Path, pairs: int, **settings: Any) -> float:
     return sum(output.outputs[0].token_ids[0] == pair % VALUES for output, pair in zip(outputs, asked, strict=True)) / len(asked)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "sharpness"),
-    [(1024, 4.0), pytest.param(32_768, 8.0, marks=pytest.mark.full), pytest.param(32_768, 10.0, marks=pytest.mark.full)],
-)
-def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(pairs: int, sharpness: float, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=[(1024, 4.0), *(pytest.param((32_768, sharpness), marks=pytest.mark.full) for sharpness in (8.0, 10.0))])
+def lookup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, float, float]:
+    """Return a model that looks pairs up, their number, its sharpness and its recall in bfloat16."""
+    pairs, sharpness = request.param
+    directory = tmp_path_factory.mktemp("lookup")
+    write_lookup_model(directory, pairs, sharpness, pairs + 64)
+    return directory, pairs, sharpness, recall(directory, pairs, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("scales", ["auto", "calibrate"])
+def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(lookup: tuple[Path, int, float, float], scales: str) -> None:
     """Also if the needle hardly exceeds the sum of all others, so that many are missed with any dtype."""
-    write_lookup_model(tmp_path, pairs, sharpness, pairs + 64)
-    wide = recall(tmp_path, pairs, dtype="bfloat16")
-    for scales in ("auto", "calibrate"):
-        small = recall(tmp_path, pairs, dtype="bfloat16", kv_cache_scales=scales, **FP8)
-        print(f"\n{pairs} tokens, sharpness {sharpness}: recall {wide:.0%} in bfloat16, {small:.0%} in FP8 ({scales})")
-        assert small >= wide - 0.05
-        assert wide > 0.2
+    directory, pairs, sharpness, wide = lookup
+    small = recall(directory, pairs, dtype="bfloat16", kv_cache_scales=scales, **FP8)
+    print(f"\n{pairs} tokens, sharpness {sharpness}: recall {wide:.0%} in bfloat16, {small:.0%} in FP8 ({scales})")
+    assert small >= wide - 0.05
+    assert wide > 0.2
 
 
 @pytest.mark.slow("makes several engines or many tokens")

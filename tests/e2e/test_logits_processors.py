@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from dovetail.registry.registry import Registry
 from dovetail_executors.local import LocalExecutor
 from dovetail_samplers.default import DefaultSampler
 from tests.e2e import processing
-from tests.registry.fakes import Site, components
+from tests.registry.fakes import Site, components, modules_forgotten
 from tests.registry.site import site
 from tests.rounding import rounded, roundings_of_demo
 
@@ -65,9 +64,17 @@ def answers(engine: LLMEngine, indices: list[int]) -> list[RequestOutput]:
     return [outputs[str(index)] for index in indices]
 
 
-@cache
-def alone() -> list[RequestOutput]:
-    """Each request by itself. The processors are found by the first test that calls this."""
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[RequestOutput]:
+    """Each request by itself."""
+    folder = tmp_path_factory.mktemp("processors")
+    with pytest.MonkeyPatch.context() as patch, modules_forgotten(folder):
+        patch.syspath_prepend(str(folder))
+        processing.install(Site(folder))
+        return answered_alone()
+
+
+def answered_alone() -> list[RequestOutput]:
     with LLMEngine.from_config(MODEL) as engine:
         return [answers(engine, [index])[0] for index in range(len(ASKED))]
 
@@ -86,34 +93,35 @@ def values(output: RequestOutput) -> list[float]:
 
 @torch.inference_mode()
 @pytest.mark.slow("makes several engines or many tokens")
-def test_tokens_are_those_of_a_plain_twin(site: Site) -> None:
+def test_tokens_are_those_of_a_plain_twin(alone: list[RequestOutput], site: Site) -> None:
     processing.install(site)
     model: Any = AutoModelForCausalLM.from_pretrained(resolve_model("demo", Registry.discover()), dtype=torch.float32).eval()
-    output = alone()[0]
+    output = alone[0]
     history = list(output.prompt_token_ids)
     for token in output.outputs[0].token_ids:
         raw = model(torch.tensor([history])).logits[0, -1]
         processed = processing.after(raw, history, PAIR)
         assert processed[token] >= processed.max() - 1e-4
         history.append(token)
-    assert list(output.outputs[0].token_ids) != list(alone()[1].outputs[0].token_ids), "which didn't ask"
+    assert list(output.outputs[0].token_ids) != list(alone[1].outputs[0].token_ids), "which didn't ask"
 
 
-def test_an_engine_without_processors_gives_the_others_the_same_to_the_bit(site: Site) -> None:
+def test_an_engine_without_processors_gives_the_others_the_same_to_the_bit(alone: list[RequestOutput], site: Site) -> None:
     processing.install(site)
     plain = [index for index, asked in enumerate(ASKED) if "logits_processors" not in asked]
     found = []
     for processors in (MODEL["logits_processors"], []):
-        with LLMEngine.from_config({**MODEL, "logits_processors": processors}) as engine:
+        config = {**MODEL, "logits_processors": processors, "max_num_batched_tokens": 64}  # not by the speed: the same steps
+        with LLMEngine.from_config(config, clock=VirtualClock()) as engine:
             found.append([(seen(output), values(output)) for output in answers(engine, plain)])
     assert found[0] == found[1]
-    assert [tokens for tokens, _ in found[0]] == [seen(alone()[index]) for index in plain]
+    assert [tokens for tokens, _ in found[0]] == [seen(alone[index]) for index in plain]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_are_the_same_together_cut_preempted_or_drafted(way: str, site: Site) -> None:
+def test_tokens_are_the_same_together_cut_preempted_or_drafted(alone: list[RequestOutput], way: str, site: Site) -> None:
     processing.install(site)
-    expected, clock = alone(), VirtualClock() if way != "two ranks" else None
+    expected, clock = alone, VirtualClock() if way != "two ranks" else None
     with LLMEngine.from_config({**MODEL, **WAYS[way]}, clock=clock) as engine:
         indices = list(range(len(ASKED)))
         for again in (indices, indices[::-2]) if way == "chunks" else (indices,):  # the second time it finds prefixes
@@ -146,9 +154,9 @@ def test_a_grammar_holds_though_a_processor_forbids_all_that_it_allows(site: Sit
         ("ngram", "nothing", "logits are NaN, infinite or all -inf"),
     ],
 )
-def test_a_processor_that_fails_ends_the_request_and_no_other(way: str, at: str, says: str, site: Site) -> None:
+def test_a_processor_that_fails_ends_the_request_and_no_other(alone: list[RequestOutput], way: str, at: str, says: str, site: Site) -> None:
     processing.install(site)
-    expected = alone()
+    expected = alone
     with LLMEngine.from_config({**MODEL, **WAYS[way], "max_num_seqs": 4}, clock=VirtualClock()) as engine:
         for index, length in enumerate((0, 30)):
             asked = {"faulty": {"at": at, "length": length}, "clip": {"width": 9.0}}
@@ -172,9 +180,9 @@ def test_a_processor_that_fails_ends_the_request_and_no_other(way: str, at: str,
         assert re.search(says, error), error
 
 
-def test_a_processor_that_cannot_forget_a_row_is_used_no_more(site: Site) -> None:
+def test_a_processor_that_cannot_forget_a_row_is_used_no_more(alone: list[RequestOutput], site: Site) -> None:
     processing.install(site)
-    expected = alone()
+    expected = alone
     with LLMEngine.from_config({**MODEL, "max_num_seqs": 1}) as engine:
         asked = {"logits_processors": {"faulty": {"at": "removal"}}, "max_tokens": 2, "output_kind": "final"}
         engine.add_request("first", TEXT, SamplingParams(**asked))
@@ -187,9 +195,9 @@ def test_a_processor_that_cannot_forget_a_row_is_used_no_more(site: Site) -> Non
         assert says in str(output.outputs[0].stop_reason)
 
 
-def test_rows_of_requests_that_a_lost_processor_ended_serve_others(site: Site) -> None:
+def test_rows_of_requests_that_a_lost_processor_ended_serve_others(alone: list[RequestOutput], site: Site) -> None:
     processing.install(site)
-    expected = alone()
+    expected = alone
     with LLMEngine.from_config({**MODEL, "max_num_seqs": 2}) as engine:
         for name, length in (("short", 2), ("long", 40)):
             asked = {"logits_processors": {"faulty": {"at": "removal"}}, "max_tokens": length, "output_kind": "final"}

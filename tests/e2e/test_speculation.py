@@ -16,13 +16,14 @@ from transformers import Qwen3MoeConfig
 
 from dovetail import LLMEngine, SamplingParams, Structured
 from dovetail.api.clock import VirtualClock
+from dovetail.api.kv_cache import KVLayout
 from dovetail.front.outputs import RequestOutput
 from tests.e2e import drafting
 from tests.e2e.reference import checkpoint
 from tests.models import hybrids
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
-from tests.support import FULL
+from tests.support import FULL, PROFILE
 
 torch.set_num_threads(1)
 
@@ -109,11 +110,23 @@ def seeds_of(pair: tuple[str, str]) -> range:
     return range(start, start + EACH)
 
 
-@cache
-def without() -> list[RequestOutput]:
+def in_parts(cases: Sequence[tuple[str, ...]], each: int) -> Iterator[Any]:
+    """Yield the cases with a number of their requests: a third of them in the quick profile, all in the others."""
+    for case in cases:
+        ranks = "two ranks" in case
+        if not FULL and not ranks:
+            yield pytest.param(*case, each // 3, id="-".join(case))
+        reason = "starts ranks: processes that import torch" if ranks else "answers many requests twice"
+        yield pytest.param(*case, each, id="-".join((*case, "all")), marks=() if FULL else pytest.mark.slow(reason))
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[int, RequestOutput]:
     """The answers of an engine without speculation, by seed."""
+    count = EACH // 3 if PROFILE == "quick" else EACH
+    seeds = [seed for pair in PAIRS for seed in seeds_of(pair)[:count]]
     with LLMEngine.from_config(MODEL) as engine:
-        return answers_of(engine, range(EACH * len(PAIRS)))
+        return dict(zip(seeds, answers_of(engine, seeds), strict=True))
 
 
 def answers_of(engine: LLMEngine, seeds: Sequence[int]) -> list[RequestOutput]:
@@ -135,45 +148,80 @@ def by_prompt(outputs: Sequence[RequestOutput]) -> drafting.Answers:
     return answers
 
 
-@pytest.mark.parametrize(("drafter", "way"), PAIRS)
-def test_answers_are_those_without_drafts(drafter: str, way: str, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    drafting.install(site)
-    monkeypatch.setattr(drafting, "ANSWERS", by_prompt(without()))
-    config = {**MODEL, **WAYS[way], "executor": {"name": "free", **WAYS[way]["executor"]}}
-    with LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0}) as engine:
-        seeds = seeds_of((drafter, way))
-        for again in (seeds, seeds[::3]):  # the second time it finds prefixes that it has computed
-            for seed, output in zip(again, answers_of(engine, again), strict=True):
-                require_same(output, without()[seed], f"request {seed}: {request(seed)}")
-        stats = engine.stats()
-    assert stats.draft_tokens > sum(stats.accepted_drafts) > 0 or drafter == "random"  # whose drafts are only compared, if none seems to pay
-    assert stats.preemptions > 0 or way != "small memory"
-
-
-@pytest.fixture(scope="module")
-def directories() -> Iterator[Callable[[str], Path]]:
-    """Checkpoints of `OTHERS`, made when they are needed."""
-    with ExitStack() as stack:
-        yield cache(lambda name: stack.enter_context(checkpoint(OTHERS[name](vocab_size=1024)))[0])
-
-
-@pytest.mark.parametrize(("model", "drafter", "way"), TRIPLES)
-def test_answers_of_other_models_are_those_without_drafts(
-    model: str,
+@pytest.mark.parametrize(("drafter", "way", "count"), list(in_parts(PAIRS, EACH)))
+def test_answers_are_those_without_drafts(
+    without: dict[int, RequestOutput],
     drafter: str,
     way: str,
-    directories: Callable[[str], Path],
+    count: int,
     site: Site,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drafting.install(site)
-    plain = {"model": str(directories(model)), "tokenizer": "demo", "dtype": "float32", "max_model_len": 96, "block_size": 8}
-    first = 1000 + EACH_OF_OTHERS * TRIPLES.index((model, drafter, way))
-    seeds = range(first, first + EACH_OF_OTHERS)
-    with LLMEngine.from_config(plain) as engine:
-        expected, layout = answers_of(engine, seeds), engine.core.kv.context.layout
+    monkeypatch.setattr(drafting, "ANSWERS", by_prompt(list(without.values())))
+    config = {**MODEL, **WAYS[way], "executor": {"name": "free", **WAYS[way]["executor"]}}
+    with LLMEngine.from_config(config, clock=VirtualClock(), speculation={"drafter": drafter, "max_drafts": 5, "timeout_s": 30.0}) as engine:
+        seeds = seeds_of((drafter, way))[:count]
+        for again in (seeds, seeds[::3]):  # the second time it finds prefixes that it has computed
+            for seed, output in zip(again, answers_of(engine, again), strict=True):
+                require_same(output, without[seed], f"request {seed}: {request(seed)}")
+        stats = engine.stats()
+    if count < EACH:
+        return  # too few for what follows
+    assert stats.draft_tokens > sum(stats.accepted_drafts) > 0 or drafter == "random"  # whose drafts are only compared, if none seems to pay
+    assert stats.preemptions > 0 or way != "small memory"
+
+
+Plain = tuple[Path, Sequence[RequestOutput], KVLayout]
+GetPlain = Callable[[tuple[str, str, str], int], Plain]
+
+
+def first_of(triple: tuple[str, str, str]) -> int:
+    return 1000 + EACH_OF_OTHERS * TRIPLES.index(triple)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[GetPlain]:
+    """Checkpoints of `OTHERS`, and what engines without speculation answer. In the quick profile all are made before the first test."""
+    with ExitStack() as stack:
+
+        @cache
+        def directory_of(name: str) -> Path:
+            return stack.enter_context(checkpoint(OTHERS[name](vocab_size=1024)))[0]
+
+        @cache
+        def get(triple: tuple[str, str, str], count: int) -> Plain:
+            directory = directory_of(triple[0])
+            seeds = range(first_of(triple), first_of(triple) + count)
+            with LLMEngine.from_config(config_of(directory)) as engine:
+                return directory, answers_of(engine, seeds), engine.core.kv.context.layout
+
+        for triple in TRIPLES if PROFILE == "quick" else ():
+            if "two ranks" not in triple:
+                get(triple, EACH_OF_OTHERS // 3)
+        yield get
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    return {"model": str(directory), "tokenizer": "demo", "dtype": "float32", "max_model_len": 96, "block_size": 8}
+
+
+@pytest.mark.parametrize(("model", "drafter", "way", "count"), list(in_parts(TRIPLES, EACH_OF_OTHERS)))
+def test_answers_of_other_models_are_those_without_drafts(
+    model: str,
+    drafter: str,
+    way: str,
+    count: int,
+    plain: GetPlain,
+    site: Site,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drafting.install(site)
+    triple = (model, drafter, way)
+    seeds = range(first_of(triple), first_of(triple) + count)
+    directory, expected, layout = plain(triple, count)
     monkeypatch.setattr(drafting, "ANSWERS", by_prompt(expected))
-    config: dict[str, Any] = {**plain, **WAYS.get(way, {}), "executor": {"name": "free", **WAYS.get(way, {}).get("executor", {})}}
+    config: dict[str, Any] = {**config_of(directory), **WAYS.get(way, {}), "executor": {"name": "free", **WAYS.get(way, {}).get("executor", {})}}
     if way == "two ranks":
         config["executor"] = {"name": "free-ranks", "size": 2, "device": "cpu", "max_in_flight": 2}
     elif way == "small memory":
@@ -183,6 +231,8 @@ def test_answers_of_other_models_are_those_without_drafts(
             for seed, output, other in zip(seeds, answers_of(engine, seeds), expected, strict=True):
                 require_same(output, other, f"request {seed}: {request(seed)}")
         stats = engine.stats()
+    if count < EACH_OF_OTHERS:
+        return  # too few for what follows
     assert sum(stats.accepted_drafts) > 0 or drafter == "ngram"
     assert stats.draft_tokens > sum(stats.accepted_drafts) or drafter == "oracle"
     assert stats.preemptions > 0 or way != "small memory"

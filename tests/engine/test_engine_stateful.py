@@ -7,6 +7,7 @@ only on its prompt and seed.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -144,4 +145,9 @@ def perform(world: World, what: str, argument: object) -> None:
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(examples(quick=100, full=3_000), stateful_step_count=30)
+TestEngine.settings = settings(examples(quick=24, full=3_000), stateful_step_count=30)
+
+
+@pytest.mark.slow("tries many runs")
+class TestMoreRuns(EngineMachine.TestCase):  # type: ignore[misc]
+    settings = settings(examples(quick=100, full=1), stateful_step_count=30)

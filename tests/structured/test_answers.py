@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,11 +30,33 @@ PLAN = {  # schemas, and answers to each: 20,000 in all in the full profile
 KNOWN = {"llguidance": 0.97, "xgrammar": 0.7}  # share of the schemas that a backend must not refuse
 
 
-@pytest.mark.parametrize(("name", "vocabulary"), [(name, vocabulary) for name in BACKENDS for vocabulary in MAKERS])
-def test_answers_that_end_follow_their_schemas(name: str, vocabulary: str) -> None:
-    count, answers = PLAN[name, vocabulary]
+QUICK = {("llguidance", "demo"): 75, ("llguidance", "byte-level"): 3}  # schemas in the quick profile, where not all
+LONGER = pytest.mark.slow("compiles hundreds of schemas, or some with the largest vocabulary")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vocabularies_are_read() -> None:
+    for name in BACKENDS:
+        for vocabulary in MAKERS:
+            backend(name, vocabulary)
+
+
+def parts() -> Iterator[Any]:
+    """Yield a backend, a vocabulary and the seeds of schemas."""
+    for name in BACKENDS:
+        for vocabulary in MAKERS:
+            count, _ = PLAN[name, vocabulary]
+            first = min(count, QUICK.get((name, vocabulary), count))
+            yield pytest.param(name, vocabulary, range(first), id=f"{name}-{vocabulary}")
+            if first < count:
+                yield pytest.param(name, vocabulary, range(first, count), marks=LONGER, id=f"{name}-{vocabulary}-more")
+
+
+@pytest.mark.parametrize(("name", "vocabulary", "seeds"), list(parts()))
+def test_answers_that_end_follow_their_schemas(name: str, vocabulary: str, seeds: range) -> None:
+    count, answers = len(seeds), PLAN[name, vocabulary][1]
     refused = ended = 0
-    for seed in range(count):
+    for seed in seeds:
         rule = schema(seed)
         try:
             grammar = backend(name, vocabulary).compile(GrammarSpec("json_schema", json.dumps(rule)))

@@ -12,6 +12,7 @@ import pytest
 from dovetail import LLM, SamplingParams, Structured
 from dovetail.front.outputs import RequestOutput
 from tests.rounding import rounded, roundings_of_demo
+from tests.support import PROFILE
 
 SCHEMA = {
     "type": "object",
@@ -39,6 +40,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "small steps": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
 }
 
+ALL = tuple(range(len(PROMPTS)))
+SOME = (1, 2)
+LONGER = pytest.mark.slow("six answers of up to 120 tokens, together and alone")
 QUICK = [("llguidance", "overlap"), ("xgrammar", "small memory")]
 
 
@@ -47,23 +51,38 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
 
 
 @cache
-def alone(grammar: str) -> list[list[tuple[int, ...]]]:
+def alone(grammar: str, requests: Sequence[int]) -> list[list[tuple[int, ...]]]:
     with LLM("demo", grammar=grammar, overlap=False) as llm:
-        return [tokens(llm.generate(prompt, params, use_tqdm=False))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        return [tokens(llm.generate(PROMPTS[number], PARAMS[number], use_tqdm=False))[0] for number in requests]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _some_are_answered_alone() -> None:
+    for grammar in dict(QUICK) if PROFILE == "quick" else ():
+        alone(grammar, SOME)
 
 
 SLOW = [(grammar, way) for grammar in ("llguidance", "xgrammar") for way in WAYS if (grammar, way) not in QUICK]
 
 
-@pytest.mark.parametrize(("grammar", "way"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in SLOW)])
-def test_tokens_under_a_rule_are_the_same_whatever_is_around_them(grammar: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("grammar", "way", "requests"),
+    [
+        ("llguidance", "overlap", SOME),
+        ("xgrammar", "small steps", SOME),
+        *(pytest.param(*pair, ALL, marks=LONGER) for pair in QUICK),
+        *(pytest.param(*pair, ALL, marks=pytest.mark.full) for pair in SLOW),
+    ],
+)
+def test_tokens_under_a_rule_are_the_same_whatever_is_around_them(grammar: str, way: str, requests: Sequence[int]) -> None:
+    params = [PARAMS[number] for number in requests]
     with LLM("demo", grammar=grammar, **WAYS[way]) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        outputs = llm.generate([PROMPTS[number] for number in requests], params, use_tqdm=False)
         preemptions = llm.engine.stats().preemptions
-    assert tokens(outputs) == alone(grammar)
+    assert tokens(outputs) == alone(grammar, requests)
     assert (preemptions > 0) == (way == "small memory")
-    for output, params in zip(outputs, PARAMS, strict=True):
-        for sample in output.outputs if params.structured else ():
+    for output, of_request in zip(outputs, params, strict=True):
+        for sample in output.outputs if of_request.structured else ():
             assert sample.finish_reason == "stop"
             assert list(json.loads(sample.text)) == SCHEMA["required"]
 
