@@ -30,6 +30,7 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}executor_local::test_what_is_pooled_depends_on_the_prompt_alone": MANY_CASES,
     "tests/cli/test_plugins_doctor.py::test_what_is_wrong_is_found[dovetail-import-fails]": PROCESS,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
+    "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_check[kv_cache-CountsTheFirstGroupForAll]": MANY_CASES,
     "tests/models/test_transformers.py::test_the_table_of_types_is_true[gemma3n_text]": MANY_CASES,
     "tests/lab/test_calibrate.py::test_known_step_times_are_found_out[few decodes]": MANY_CASES,
 }

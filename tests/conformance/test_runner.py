@@ -281,12 +281,13 @@ def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None: 
 def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> None:
     code = "import sys, pytest; import dovetail.testing.pytest_plugin; print(*sorted(m for m in sys.modules if m.startswith(('dovetail', 'torch'))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["dovetail", "dovetail.testing", "dovetail.testing.pytest_plugin"]
+    assert done.stdout.split() == ["dovetail", "dovetail.logs", "dovetail.testing", "dovetail.testing.pytest_plugin"]
 
 
 SLOW = [("scheduler", "fcfs"), ("kv_cache", "prefix"), ("grammar", "llguidance"), ("observer", "decision_log"), ("observer", "prometheus")]
 
 
+@pytest.mark.slow("runs suites of components in processes")
 @pytest.mark.parametrize(("kind", "name"), [("observer", "log"), *(pytest.param(*one, marks=pytest.mark.full) for one in SLOW)])
 def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folder(kind: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n")
