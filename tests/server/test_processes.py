@@ -330,6 +330,7 @@ def test_front_ends_that_cannot_start_again_end_the_server(start: Callable[..., 
     assert "front ends can't start; the last was killed by SIGABRT" in server.told()
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_while_the_supervisor_hangs_the_server_is_not_healthy(server: Server) -> None:
     server.process.send_signal(signal.SIGSTOP)
     status, told = until(lambda: (answer := server.get("/health"))[0] != 200 and answer, "it isn't healthy")
@@ -376,6 +377,7 @@ class Scraper:
         return int(float(value))
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(server: Server) -> None:
     streams = begin(server, 12, max_tokens=8000)
     scrapers: dict[str, Scraper] = {}
@@ -440,6 +442,7 @@ def _status(server: Server) -> int | None:
         return None
 
 
+@pytest.mark.slow("starts a server's processes")
 def test_when_the_supervisor_is_killed_all_end(start: Callable[..., Server]) -> None:
     server = start(toy=TOY)
     streams = begin(server, 2, max_tokens=8000)
@@ -472,12 +475,26 @@ def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]
         (["--host", "256.256.256.256"], "--host"),
     ],
 )
+@pytest.mark.slow("starts a server's processes")
 def test_what_keeps_it_from_starting_is_reported_in_a_sentence(start: Callable[..., Server], options: list[str], said: str) -> None:
     server = start(*options)
     assert server.end() == 2
     assert said in server.told()
     assert "Traceback" not in server.told()
     assert server.left([]) == []
+
+
+@pytest.fixture(scope="module")
+def what_a_start_imports() -> None:
+    CliRunner().invoke(app, ["serve", "demo", "--port", "70000"])
+
+
+@pytest.mark.parametrize(("option", "value"), [("--set", "max_num_seqs=none"), ("--port", "70000"), ("--host", "256.256.256.256")])
+def test_options_that_keep_it_from_starting_are_named(what_a_start_imports: None, option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "demo", option, value])
+    assert done.exit_code == 2
+    assert value.partition("=")[0] in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("is_in_process", [False, True])

@@ -73,17 +73,21 @@ PROMPTS = [f"{'ROMEO: JULIET: '[: 3 + index % 12]}{index}" for index in range(64
 
 
 @pytest.fixture(scope="module")
-def offline() -> list[RequestOutput]:
+def offline(request: pytest.FixtureRequest) -> list[RequestOutput]:
+    """What so many of the requests give."""
     with LLM(**DEMO) as llm:
-        return llm.generate(PROMPTS, many_params(), use_tqdm=False)
+        return llm.generate(PROMPTS[: request.param], many_params()[: request.param], use_tqdm=False)
 
 
+counts = pytest.mark.parametrize("offline", [8, pytest.param(64, marks=pytest.mark.slow("answers many requests"))], indirect=True)
+
+
+@counts
 @both
-@pytest.mark.slow("answers many requests")
-def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
+def test_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
-            heard = await asyncio.gather(*(ask(at.engine, str(i), PROMPTS[i], params) for i, params in enumerate(many_params())))
+            heard = await asyncio.gather(*(ask(at.engine, str(i), PROMPTS[i], params) for i, params in enumerate(many_params()[: len(offline)])))
             await at.until_all_is_free()
         for listener, expected in zip(heard, offline, strict=True):
             last = listener.outputs[-1]
@@ -99,8 +103,8 @@ def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: P
     run(main())
 
 
+@counts
 @pytest.mark.parametrize("is_plain", [False, True])
-@pytest.mark.slow("answers many requests")
 def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
     is_plain: bool,
     tmp_path: Path,
@@ -116,12 +120,12 @@ def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
 
     async def main() -> None:
         async with served("zmq", tmp_path, speculation={"drafter": "alternating", "max_drafts": 4}, executor="free") as at:
-            asked = (ask(at.engine, str(i), PROMPTS[i], params, is_plain=is_plain) for i, params in enumerate(many_params()))
+            asked = (ask(at.engine, str(i), PROMPTS[i], params, is_plain=is_plain) for i, params in enumerate(many_params()[: len(offline)]))
             heard = await asyncio.gather(*asked)
             await at.until_all_is_free()
             load = at.engine.load
             assert load.draft_tokens > sum(load.accepted_drafts) > load.draft_rows / 4
-        for listener, params, expected in zip(heard, many_params(), offline, strict=True):
+        for listener, params, expected in zip(heard, many_params()[: len(offline)], offline, strict=True):
             for sample, its in zip(listener.samples(), expected.outputs, strict=True):
                 assert (sample.text, sample.finish_reason, sample.stop_reason) == (its.text, its.finish_reason, its.stop_reason)
                 assert is_plain or list(sample.token_ids) == list(its.token_ids)
@@ -132,13 +136,16 @@ def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
     run(main())
 
 
+@counts
 @pytest.mark.parametrize("link", [pytest.param("thread", marks=pytest.mark.full), "zmq"])  # what such a listener hears, both make in one place
 def test_a_listener_that_wants_only_text_gets_the_same_text(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
     async def main() -> None:
         async with served(link, tmp_path) as at:
-            heard = await asyncio.gather(*(ask(at.engine, str(i), PROMPTS[i], params, is_plain=True) for i, params in enumerate(many_params())))
+            heard = await asyncio.gather(
+                *(ask(at.engine, str(i), PROMPTS[i], params, is_plain=True) for i, params in enumerate(many_params()[: len(offline)]))
+            )
             await at.until_all_is_free()
-        for listener, params, expected in zip(heard, many_params(), offline, strict=True):
+        for listener, params, expected in zip(heard, many_params()[: len(offline)], offline, strict=True):
             ends = [(s.text, s.finish_reason, s.stop_reason) for s in listener.samples()]
             assert ends == [(s.text, s.finish_reason, s.stop_reason) for s in expected.outputs]
             told_more = params.n > 1 or params.stop or params.logprobs is not None or params.prompt_logprobs is not None

@@ -150,10 +150,13 @@ def test_every_rule_in_others_words_is_followed_by_chat_and_completions(api: ope
 # ---- calls
 
 
+MANY = pytest.mark.slow("answers many requests")
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(6, marks=MANY)])
 @pytest.mark.parametrize("parser", TEMPLATES)
-@pytest.mark.slow("answers many requests")
-def test_a_call_that_is_required_comes_with_arguments_that_follow_its_schema(api: openai.OpenAI, parser: str) -> None:
-    answer = ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=6, parallel_tool_calls=False)
+def test_a_call_that_is_required_comes_with_arguments_that_follow_its_schema(api: openai.OpenAI, parser: str, n: int) -> None:
+    answer = ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=n, parallel_tool_calls=False)
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls"
         assert choice.message.content is None
@@ -176,10 +179,10 @@ def test_a_named_function_is_called_whole_and_streamed(api: openai.OpenAI, parse
     assert chunk.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize(("n", "limit"), [(1, 50), pytest.param(8, 150, marks=MANY)])
 @pytest.mark.parametrize("parser", BOTH_WAYS)
-@pytest.mark.slow("answers many requests")
-def test_a_required_answer_is_calls_and_nothing_else(api: openai.OpenAI, parser: str) -> None:
-    options = {"tools": TOOLS, "tool_choice": "required", "n": 8, "max_completion_tokens": 150}
+def test_a_required_answer_is_calls_and_nothing_else(api: openai.OpenAI, parser: str, n: int, limit: int) -> None:
+    options = {"tools": TOOLS, "tool_choice": "required", "n": n, "max_completion_tokens": limit}
     for choice in ask(api, TEMPLATES[parser], **options, parallel_tool_calls=True).choices:
         calls = choice.message.tool_calls or []
         assert not choice.message.content, "not even the beginning of a call that was cut off"
@@ -210,11 +213,11 @@ def test_a_required_call_that_is_cut_off_before_its_name_shows_nothing_of_it(api
     assert "".join(streamed) == ""
 
 
+@pytest.mark.parametrize("n", [1, pytest.param(8, marks=MANY)])
 @pytest.mark.parametrize("parser", BOTH_WAYS)
-@pytest.mark.slow("answers many requests")
-def test_a_named_function_is_called_once(api: openai.OpenAI, parser: str) -> None:
+def test_a_named_function_is_called_once(api: openai.OpenAI, parser: str, n: int) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
-    for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice=named, n=8).choices:
+    for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice=named, n=n).choices:
         assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
 
 
@@ -222,12 +225,16 @@ CUT = ["om", "ron"]  # amidst Rome and Verona
 
 
 @pytest.mark.parametrize("parser", BOTH_WAYS)
-@pytest.mark.slow("answers many requests")
 def test_a_call_that_a_stop_string_cuts_off_is_no_finished_call(api: openai.OpenAI, parser: str) -> None:
     options = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "stop": CUT}
     whole = ask(api, TEMPLATES[parser], **options).choices[0]
     assert whole.message.tool_calls[0].function.arguments in ('{"city":"R', '{"city":"Ve')
     assert (whole.finish_reason, whole.stop_reason in CUT) == ("stop", True)
+
+
+@pytest.mark.parametrize("parser", BOTH_WAYS)
+def test_a_streamed_call_that_a_stop_string_cuts_off_is_no_finished_call(api: openai.OpenAI, parser: str) -> None:
+    options = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "stop": CUT}
     *_, last = ask(api, TEMPLATES[parser], **options, stream=True)
     assert last.choices[0].finish_reason == "stop"
 
@@ -239,14 +246,18 @@ def test_a_stop_string_behind_a_call_leaves_it_a_call(api: openai.OpenAI) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.slow("answers many requests")
-def test_responses_and_messages_say_that_a_call_was_cut_off(url: str, api: openai.OpenAI, stream: bool) -> None:
+def test_responses_say_that_a_call_was_cut_off(api: openai.OpenAI, stream: bool) -> None:
     template = {"chat_template": TEMPLATES["hermes"]}
     tool: Any = {"type": "function", "name": "weather", "parameters": CITY}
     asked: Any = {"model": "demo", "input": "?", "tools": [tool], "tool_choice": {"type": "function", "name": "weather"}}
     made = api.responses.create(**asked, stream=stream, extra_body={**template, "stop": CUT})
     answer = list(made)[-1].response if stream else made
     assert (answer.status, answer.output[0].status, answer.incomplete_details, answer.completed_at) == ("incomplete", "incomplete", None, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_say_that_a_call_was_cut_off(url: str, stream: bool) -> None:
+    template = {"chat_template": TEMPLATES["hermes"]}
     body = {"model": "demo", "max_tokens": 100, "messages": MESSAGES, "stop_sequences": CUT, **template, "stream": stream}
     body |= {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "tool", "name": "weather"}}
     assert '"stop_reason":"stop_sequence"' in httpx.post(f"{url}/v1/messages", json=body, timeout=PATIENCE_S).text
@@ -267,32 +278,42 @@ def test_an_answer_is_free_to_call_no_strict_tool(api: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
-@pytest.mark.slow("answers many requests")
-def test_responses_follow_formats_and_demands(api: openai.OpenAI) -> None:
-    options: Any = {"model": "demo", "max_output_tokens": 100, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
-    parsed = api.responses.parse(input="Who are you?", text_format=Person, **options)
+RESPONSES: Any = {"model": "demo", "max_output_tokens": 100, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
+
+
+def test_responses_follow_formats(api: openai.OpenAI) -> None:
+    parsed = api.responses.parse(input="Who are you?", text_format=Person, **RESPONSES)
     assert isinstance(parsed.output_parsed, Person)
     assert parsed.text is not None
     assert parsed.text.format is not None
     assert parsed.text.format.type == "json_schema"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_responses_call_what_is_demanded(api: openai.OpenAI, choice: Any) -> None:
     tools: Any = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
-    [call] = api.responses.create(input="Weather?", tools=tools, tool_choice="required", parallel_tool_calls=False, **options).output
+    [call] = api.responses.create(input="Weather?", tools=tools, tool_choice=choice, parallel_tool_calls=False, **RESPONSES).output
     assert call.type == "function_call"
     assert follows(json.loads(call.arguments), CITY)
-    named: Any = {"type": "function", "name": "weather"}
-    assert api.responses.create(input="?", tools=tools, tool_choice=named, **options).output[0].type == "function_call"
 
 
-@pytest.mark.slow("answers many requests")
-def test_messages_follow_formats_and_demands(url: str) -> None:
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param({"type": "any"}, marks=MANY), {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}],
+)
+def test_messages_call_what_is_demanded(url: str, choice: Any) -> None:
     tools: Any = [{"name": "weather", "input_schema": CITY}]
     with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         options: Any = {"model": "demo", "max_tokens": 100, "messages": MESSAGES, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
-        for choice in ({"type": "any"}, {"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
-            told = client.messages.create(**options, tools=tools, tool_choice=choice)
-            assert told.stop_reason in ("tool_use", "max_tokens")
-            assert told.content[0].type == "tool_use"
-            assert follows(told.content[0].input, CITY)
+        told = client.messages.create(**options, tools=tools, tool_choice=choice)
+    assert told.stop_reason in ("tool_use", "max_tokens")
+    assert told.content[0].type == "tool_use"
+    assert follows(told.content[0].input, CITY)
+
+
+def test_messages_follow_formats(url: str) -> None:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        options: Any = {"model": "demo", "max_tokens": 100, "messages": MESSAGES, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
         form = {"format": {"type": "json_schema", "schema": Person.model_json_schema()}}
         options["extra_body"] = {**options["extra_body"], "output_config": form}
         [text] = client.messages.create(**options).content
