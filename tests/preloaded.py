@@ -188,6 +188,12 @@ class Program:
         for number, fd in enumerate(self.fds):
             os.dup2(fd, number)
             os.close(fd)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):  # they note what kind of file they are for
+            old = getattr(sys, name)
+            by_line = 1 if name == "stderr" else -1
+            new = open(number, old.mode, by_line, encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+            setattr(sys, name, new)
+            setattr(sys, f"__{name}__", new)
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.environ | FIXED)

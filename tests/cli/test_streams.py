@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app
 from dovetail.cli.streams import echo_json
 from dovetail.config import EngineConfig
+from tests.preloaded import Preloaded
 from tests.support import examples
 
 DOVETAIL = f"{sys.executable} -m dovetail"
@@ -33,10 +35,20 @@ def test_a_full_disk_is_one_message_and_exit_code_1(unbuffered: str) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.slow("starts a server's processes")
+@pytest.mark.slow("starts a process that imports everything")
 def test_a_reader_that_goes_is_no_failure(unbuffered: str) -> None:
     done = shell(f"{DOVETAIL} config schema | head -n 1", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+def test_a_reader_that_is_gone_is_no_failure(preloaded: Preloaded) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    with open(write_fd, "wb") as nobody, TemporaryFile() as errors:
+        pid = preloaded.start(["-m", "dovetail", "config", "schema"], files=(None, nobody, errors))
+        assert preloaded.wait(pid).exit_code == 0
+        errors.seek(0)
+        assert errors.read() == b""
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ SUITE = "runs a suite of components"
 SLOW = {  # pages whose blocks take more than the budget of a quick test, and why
     "README.md": SUITE,
     "docs/batch.md": "starts engines in processes",
+    "docs/beam-search.md": ENGINES,
     "docs/cli.md": SUITE,
     "docs/index.md": ENGINES,
     "docs/lora.md": ENGINES,
