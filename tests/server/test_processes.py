@@ -486,7 +486,7 @@ def test_what_keeps_it_from_starting_is_reported_in_a_sentence(start: Callable[.
 
 @pytest.fixture(scope="module")
 def what_a_start_imports() -> None:
-    CliRunner().invoke(app, ["serve", "demo", "--port", "70000"])
+    CliRunner().invoke(app, ["serve", "demo", "--set", "max_num_seqs=none"])
 
 
 @pytest.mark.parametrize(("option", "value"), [("--set", "max_num_seqs=none"), ("--port", "70000"), ("--host", "256.256.256.256")])
