@@ -26,7 +26,7 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _DefaultLevel(int):
-    """The level of the logger while nobody has set one: told from the same level set by a program."""
+    """Level of the logger until a program sets one; differs from the same level set by a program."""
 
 
 DEFAULT = _DefaultLevel(logging.INFO)

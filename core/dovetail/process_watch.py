@@ -49,7 +49,7 @@ class ProcessWatch:
 
 
 class Pulse:
-    """Time of the latest sign that a long computation gets on, such as a layer of a step on a CPU. One thread beats; any may read."""
+    """Time of the latest progress of a long computation, such as a layer of a step on a CPU. One thread beats; any may read."""
 
     __slots__ = ("last",)
 

@@ -56,8 +56,8 @@ class HttpError(DovetailError):
 
 
 def without_paths(text: str) -> str:
-    """Return a text with each absolute path of several names shortened to the last one. It may come from a client as well: which paths
-    exist isn't told by what is shortened. Paths of this server's API, which begin with /v1, stay."""
+    """Return a text with each absolute path of several names shortened to the last one. A client's paths are shortened, too, so the result
+    doesn't reveal which exist. Paths of this server's API, which begin with /v1, stay."""
     return _PATH.sub("…/", text)
 
 

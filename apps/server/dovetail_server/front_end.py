@@ -169,7 +169,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def log_to_stderr() -> None:
-    """Log requests to stderr as JSON lines. The library's own handler writes what other loggers tell."""
+    """Log requests to stderr as JSON lines. The library's own handler writes other records."""
     requests = logging.getLogger("dovetail.server")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))

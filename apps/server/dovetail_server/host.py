@@ -488,8 +488,8 @@ class EngineHost:
 
 
 class StepWatch:
-    """Measures the time since the current turn of a host's loop, usually a step, has last got on, excluding time during which the process was
-    suspended. A slow step on a CPU gets on with each layer; one that is stuck doesn't."""
+    """Measures the time since the last progress in the current turn of a host's loop, usually a step, excluding time during which the process
+    was suspended. On a CPU each layer of a step is progress."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host, self._clock = host, ProcessWatch()

@@ -87,7 +87,7 @@ class ServerSettings(BaseModel):
     """How long SIGTERM waits for running requests, in seconds."""
 
     step_timeout_s: Seconds = 60.0
-    """Timeout of an engine step, in seconds, after which the engine counts as hung. On a CPU each layer begins it anew: it limits a layer."""
+    """Timeout of an engine step, in seconds, after which the engine counts as hung. On a CPU it restarts with each layer."""
 
     page: bool = True
     """Serve a live dashboard at `/`."""

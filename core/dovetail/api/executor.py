@@ -139,7 +139,7 @@ class RowPooling:
     dimensions: int | None = None  # keep that many leading numbers of an embedding; None: all
     activate: bool = True  # normalize an embedding to length 1, turn scores into probabilities; False: as the last layer returns them
     second: int | None = None  # of a pair of texts, the index of the second one's first token: from there on, token types are 1; None: all are 0
-    of_pair: bool = False  # scores of a pair of texts: a cross-encoder may activate them otherwise than a classifier its labels
+    of_pair: bool = False  # scores of a pair of texts: a cross-encoder may use another activation for them than a classifier for labels
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class BatchBuilder:
         """Return how many leading blocks all requests of a step share; 0 unless the executor can use it. Cached until a table is `new` or
         other requests run: tables only grow at their end."""
         if new:
-            self._sharing = [], 0  # also if this step has nobody to share: the requests of an earlier one may run together again later
+            self._sharing = [], 0  # even if this step can't share: the requests of an earlier one may run together again later
         if not self._may_share or len(requests) < 2:
             return 0
         if requests != self._sharing[0]:

@@ -269,7 +269,7 @@ class EngineCore:
             raise stalled
 
     def _release_memory(self) -> bool:
-        """Release pages if a running request lacks them: those that requests keep for samples of their prompts, or else those of a decode that is
+        """Release pages if a running request lacks them: those that requests keep for samples of their prompts, otherwise those of a decode that is
         too large for the whole pool, which ends at its present length. Returns True if planning again may help."""
         running = self.books.running.as_tuple()
         short = [request for request in running if self._lacks_pages(request)]

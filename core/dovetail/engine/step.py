@@ -60,7 +60,7 @@ class PlannedStep:
         self._open = True
         self._pace = pace
         self._longest = longest
-        self._most_prompt_tokens: float | None = None  # in this step, by the pace and the device's speed; None: nobody has asked for a prompt
+        self._most_prompt_tokens: float | None = None  # in this step, by the pace and the device's speed; None: no prompt has been requested
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
         self.appended: list[tuple[LiveRequest, tuple[Pages, ...]]] = []  # pages by group, given to requests that ran before

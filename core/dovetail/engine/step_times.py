@@ -24,7 +24,7 @@ _TERMS = 4
 _PAIRS = [(i, j) for i in range(_TERMS) for j in range(i + 1)]
 _KINDS = (0, 1)  # kinds of steps: decodes alone, with prefills
 LEAST_PROMPT_TOKENS = 256  # tokens: with fewer, most of the time goes into reading the weights
-LONGEST_STEP_S = 4.0  # on a slow device, the prompts of a step are cut so that it takes about so long
+LONGEST_STEP_S = 4.0  # target on a slow device, where the prompts of a step are split
 FEWEST_TOKENS = 16  # of prompts in a step, however slow the device is
 LATE_SHARE = 0.7  # plan at this share of the running step's estimated time
 
@@ -167,7 +167,7 @@ class PromptLimit:
             self._most = measured
 
     def most_tokens(self, decodes: int) -> float:
-        """Return the most prompt tokens of a step with so many `decodes`; infinity: as many as its budget allows."""
+        """Return the most prompt tokens of a step with this number of decodes; infinity: only its budget limits them."""
         return max(FEWEST_TOKENS, self._most - decodes)
 
 

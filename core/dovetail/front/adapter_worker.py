@@ -39,7 +39,7 @@ def _bound(cpu_s: float, memory_bytes: int) -> None:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> bool:
-    """Answer until the parent has gone, or, returning False, the memory ran out: what is left of a process then is not to be trusted."""
+    """Answer until the parent has ended. Return False if the memory ran out: the process can't be relied on after that."""
     for line in requests:
         try:
             answer = json.dumps(_answer(line)).encode()

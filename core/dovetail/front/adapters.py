@@ -33,11 +33,11 @@ class HostCopy:
 
     def __init__(self, digest: str, path: Path) -> None:
         self.digest, self.path = digest, str(path)
-        weakref.finalize(self, partial(path.unlink, missing_ok=True)).atexit = False  # the directory goes then
+        weakref.finalize(self, partial(path.unlink, missing_ok=True)).atexit = False  # the directory is removed then
 
 
 class _Readers:
-    """Processes that read adapters into a folder, which goes with them, even if this process is killed."""
+    """Processes that read adapters into a folder, and remove it when they end, even if this process is killed."""
 
     def __init__(self, capacity: AdapterCapacity, most: int) -> None:
         self._capacity = capacity

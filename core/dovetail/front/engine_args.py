@@ -88,7 +88,7 @@ class EngineArgs:
     @staticmethod
     def add_cli_args(parser: ArgumentParser, async_args_only: bool = False) -> ArgumentParser:
         """Add a flag for each argument, with dashes, to an argument parser, and return it. Values are YAML. Flags that aren't given are no attributes
-        of the namespace, so that `LLM(**vars(args))` takes the defaults. `async_args_only`: add none, as no argument is for asyncio alone."""
+        of the namespace, so that `LLM(**vars(args))` takes the defaults. `async_args_only`: add none, as no argument is only for asyncio."""
         if async_args_only:
             return parser
         parser.add_argument("--model", default=SUPPRESS, help="a directory, a hub id, or demo")

@@ -51,7 +51,7 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
         return cls(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks), texts)
 
     def end(self, rest: str) -> None:
-        """Add the rest of the text, U+FFFD, to that of the last token, which has none, or a name alone."""
+        """Add the rest of the text, U+FFFD, to that of the last token, which has none, or only a name."""
         if self._texts is not None:
             self._texts.own[-1] = rest + self._texts.own[-1]
 

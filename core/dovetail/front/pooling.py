@@ -176,7 +176,7 @@ class PoolingIntake:
         check_chars: Callable[[int, bool], None],
     ) -> None:
         """`encoded` tokenizes prompts that are texts. `check_chars` raises `RequestError` for a text of too many
-        characters; it is told whether the text is truncated."""
+        characters; its second argument says whether the text is truncated."""
         self.facts = facts
         self._encoded = encoded
         self._tokenizer = tokenizer

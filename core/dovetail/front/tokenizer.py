@@ -295,7 +295,7 @@ class TransformersTokenizer(Tokenizer):
         own_cut = {"truncation": "longest_first", "max_length": most} if self.backend is None and most is not None else {}
         try:
             encoded = self.own(firsts, seconds, return_token_type_ids=True, return_attention_mask=False, verbose=False, **own_cut)
-        except Exception as error:  # a tokenizer in Python raises whatever it likes
+        except Exception as error:  # a tokenizer in Python may raise anything
             raise RequestError(f"truncate_prompt_tokens: a pair of texts can't be cut to {most} tokens: {error}") from None
         made = []
         for place, pair in enumerate(pairs):

@@ -22,13 +22,13 @@ from typing import Any
 from dovetail.errors import DovetailError
 
 OUT_OF_MEMORY = b'"memory"\n'  # a worker's last answer
-PING = b"null"  # a request that only asks whether the worker is there; the answer is an empty list
+PING = b"null"  # a request whose answer, an empty list, shows that the worker runs
 _ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")  # what Python and the time of day need; no secrets
 _STARTS_S = 60.0  # how long a process may take to start
 
 
 class WorkerEndedError(Exception):
-    """The worker is no more. `reason`: "memory" or "time" if it took too much of that, otherwise "ended"."""
+    """The worker has ended. `reason`: "memory" or "time" if it exceeded that limit, otherwise "ended"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -99,7 +99,7 @@ class WorkerProcesses:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[WorkerProcess]:
-        """A process that is nobody else's meanwhile. One that was interrupted, or has ended, isn't used again."""
+        """Acquire a process. One that was interrupted, or has ended, isn't used again."""
         if os.getpid() != self._owner:  # forked: those are the parent's
             self._begin()
         with self._free:

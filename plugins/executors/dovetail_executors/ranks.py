@@ -113,7 +113,7 @@ class Ranks:
 
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
         """Set a timeout of `seconds`, replacing the previous one; None: no timeout. When it expires, the ranks are killed, with the reason that
-        `late` returns. It begins anew whenever the first rank gets on, on a CPU with each layer: the ranks wait for each other in each."""
+        `late` returns. It restarts with progress of the first rank, on a CPU with each layer, in which the ranks wait for each other."""
         self._limit = None if seconds is None else _Limit(seconds, late, self._clock.now + seconds, PULSE.last)
 
     def tell(self, **message: Any) -> None:

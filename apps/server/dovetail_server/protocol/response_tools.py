@@ -125,7 +125,7 @@ class ResponseTools:
         return list(self._functions.values())
 
     def callee(self, function: str) -> Callee:
-        """Return the tool behind a function that the model has called."""
+        """Return the tool that a called function stands for."""
         return self._callees.get(function) or Callee("function", function)
 
     def _add(self, tool: Mapping[str, Any], place: str) -> None:
@@ -173,7 +173,7 @@ def _joined(*texts: str | None) -> str | None:
 
 
 def _told(form: Mapping[str, Any] | None, place: str) -> str | None:
-    """Return what the model is told of a custom tool's format."""
+    """Return the description of a custom tool's format for the model."""
     if form is None or form == {"type": "text"}:
         return None
     match form:

@@ -16,7 +16,7 @@ from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.int4 import Int4, Unpacked
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
-from dovetail.nn.format.reading import WHERE, block_size, group_size, keys_and_values, matches, names
+from dovetail.nn.format.reading import DEQUANTIZE, WHERE, block_size, group_size, keys_and_values, matches, names
 from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
@@ -34,7 +34,7 @@ KEYS = FileKeys(
         "sparsity_config": Refused("sparse weights", ({},)),
         "transform_config": Refused("transformed weights", ({},)),
         "moe_sparsity_config": Refused("sparse experts"),
-        "dequantize": Refused("it stores weights in 16 bits; leave the format, results are the same", (False,)),
+        "dequantize": DEQUANTIZE,
         "run_compressed": NoEffect("a hint for transformers"),
         "use_optimized_inference": NoEffect("a hint for transformers"),
         "global_compression_ratio": NoEffect("a figure about the file"),

@@ -13,7 +13,7 @@ from dovetail.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
-from dovetail.nn.format.reading import WHERE, block_size, names, within
+from dovetail.nn.format.reading import DEQUANTIZE, WHERE, block_size, names, within
 
 KEYS = FileKeys(
     "fp8",
@@ -26,7 +26,7 @@ KEYS = FileKeys(
         "fmt": Refused("another type of weights", ("e4m3", "float8_e4m3fn")),
         "is_checkpoint_fp8_serialized": Refused("plain weights; remove it and set quantization: fp8", (True,)),
         "scale_fmt": NoEffect("how scales are stored and rounded: weights' are read as they are, activations' aren't rounded"),
-        "dequantize": Refused("it stores weights in 16 bits; leave the format, results are the same", (False,)),
+        "dequantize": DEQUANTIZE,
         "modules_to_convert": Refused("quantized layers that aren't linear", ([],)),
         "expert_dtype": Refused("experts in FP4", ("fp8",)),
     },

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.file_keys import FileKeys, Refused, Used
+from dovetail.file_keys import FileKeys, Used
 from dovetail.nn.format.base import Quantization, WeightFormat, stacked
 from dovetail.nn.format.dense import DENSE
-from dovetail.nn.format.reading import WHERE, names
+from dovetail.nn.format.reading import DEQUANTIZE, WHERE, names
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.parameter import Part, Weight
@@ -26,7 +26,7 @@ KEYS = FileKeys(
     {
         "quant_method": Used("the format"),
         "modules_to_not_convert": Used("modules that aren't quantized"),
-        "dequantize": Refused("it stores weights in 16 bits; leave the format, results are the same", (False,)),
+        "dequantize": DEQUANTIZE,
     },
 )
 GROUP = 32  # inputs per scale

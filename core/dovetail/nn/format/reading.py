@@ -8,8 +8,10 @@ from typing import Any
 
 from dovetail.checks import shown
 from dovetail.errors import ModelLoadError
+from dovetail.file_keys import Refused
 
 WHERE = "quantization_config"
+DEQUANTIZE = Refused("it stores weights in 16 bits; leave the format, results are the same", (False,))
 
 
 def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
