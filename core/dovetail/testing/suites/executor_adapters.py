@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from dovetail.testing.suites.executor_subject import LENGTHS, MOST_ADAPTERS, Exe
 from dovetail.testing.suites.footprint import temporary_folder
 
 COUNT = 5  # tokens that requests generate
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens.weight"  # names in a checkpoint, where they may share a tensor
 SIZE = 3.0  # of what an adapter adds, to change most tokens
 Weights = Mapping[str, tuple[NDArray[np.float32], NDArray[np.float32]]]  # module -> A [rank, in] and B [out, rank]
 
@@ -149,6 +151,10 @@ def merge(source: Path, folder: Path, weights: Weights) -> bool:
         if path.is_file() and path.name != "model.safetensors":
             shutil.copyfile(path, folder / path.name)
     tensors = load_file(source / "model.safetensors")
+    if HEAD in weights and f"{HEAD}.weight" not in tensors and EMBEDDING in tensors:
+        tensors[f"{HEAD}.weight"] = tensors[EMBEDDING]  # the adapter changes only the output layer
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}), encoding="utf-8")
     if any(f"{name}.weight" not in tensors for name in weights):
         return False
     for name, (a, b) in weights.items():
