@@ -101,6 +101,8 @@ TEMPLATES: dict[str, Generator] = {
     "blocks": lambda size: b"{% if a %}" * (size // 21) + b"{% endif %}" * (size // 21),
     "strings": repeated("'a' ~ ", "{{ ", "'' }}"),
     "loops": repeated("{% for x in range(99999) %}"),
+    "open code": repeated("{{"),
+    "open statements": repeated("{% 'a"),
     "open comments": repeated("{#"),
     "spaces": repeated(" ", "{{", "}}"),
 }

@@ -37,6 +37,7 @@ from dovetail.testing.fake_executor import ADAPTED
 from dovetail_server.app import create_app
 from dovetail_server.batches.lines import request_at, scan
 from dovetail_server.protocol.openapi import OPERATIONS
+from dovetail_server.protocol.reasoning import EFFORT, reads
 from dovetail_server.settings import ServerSettings
 from tests.adapters import config_of, write_adapter
 from tests.front.pooled import SCORER
@@ -281,6 +282,7 @@ def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
         "a schema's values": lambda content: Structured(json_schema={"enum": [json.loads(content)]}).depth(),
         "a regular expression": lambda content: Structured(regex=content.decode()).depth(),
         "a chat template": lambda content: renderer.render(ChatTemplate(content.decode(), given=True), {"a": 1}),
+        "the variables of a chat template": lambda content: reads(content.decode(), EFFORT),
         "a text to be tokenized": lambda content: demo_tokenizer().encode(content.decode()),
         "a pair to be scored": pair,
         "tokenizer_config.json": of_file("tokenizer/tokenizer_config.json", tokenizer),
@@ -303,6 +305,7 @@ INPUTS: Mapping[str, Mapping[str, Generator]] = {
     "a schema as text": {**JSON, **TEXTS},
     "a regular expression": PATTERNS,
     "a chat template": TEMPLATES,
+    "the variables of a chat template": {**TEMPLATES, **TEXTS},
     "a text to be tokenized": TEXTS,
     "a pair to be scored": {name: TEXTS[name] for name in ("one letter", "spaces", "words", "wide", "combining", "marks")},
     "tokenizer_config.json": {name: JSON[name] for name in ("deep lists", "distinct keys", "long integers")},  # loading takes 0.1 s
@@ -359,7 +362,11 @@ def test_endpoints_take_little_time_per_byte(path: str, kind: type, http: Http) 
 @pytest.mark.slow("bodies of 16 MB")
 @pytest.mark.parametrize(("path", "kind"), ENDPOINTS, ids=[path for path, _ in ENDPOINTS])
 def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, http: Http) -> None:
-    for name, make in bodies(path, kind, all_of_them=False):
+    inputs = list(bodies(path, kind, all_of_them=False))
+    if "chat_template" in kind.__struct_encode_fields__:  # type: ignore[attr-defined]
+        place = json.dumps({"messages": REQUIRED["messages"], "max_tokens": 1, "chat_template": TEXT_HOLE})
+        inputs.append((place, lambda size: filled(place, TEMPLATES["open code"](size))))
+    for name, make in inputs:
         held_s = http.held_s(path, [make(LARGEST - 10_000)])
         assert held_s <= LOOP_HELD_S, f"{path}: {name}: {held_s:.2f} s"
 

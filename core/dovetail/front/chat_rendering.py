@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dovetail.checks import shown
 from dovetail.errors import MissingExtraError, RequestError
+from dovetail.front.request_checks import check_template_chars
 from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
 from dovetail.limits import Limits
 
@@ -61,10 +62,7 @@ class TemplateRenderer:
 
     def _answers(self, template: ChatTemplate, variables: Sequence[Mapping[str, Any]], must_read: Sequence[str]) -> list[dict[str, Any]]:
         limits = self._limits
-        if (chars := len(template.text)) > limits.max_template_chars:
-            raise RequestError(
-                f"a chat template must have at most {limits.max_template_chars:,} characters (limits.max_template_chars), got {chars:,}"
-            )
+        check_template_chars(template.text, limits)
         request = {"text": template.text, "variables": variables, "must_read": must_read, "max_chars": limits.max_chat_chars}
         line = _as_json({**request, "max_s": limits.max_template_s})
         if (chars := len(line) - len(template.text)) > limits.max_chat_chars:

@@ -80,6 +80,12 @@ def check_counts(asked: Any, limits: Limits) -> None:
             at_most(f"{name}: {what}", len(value), limits, limit)
 
 
+def check_template_chars(text: str, limits: Limits) -> None:
+    """Raise `RequestError` if a chat template is too long. Call it before anything else reads one of a request."""
+    if (chars := len(text)) > (most := limits.max_template_chars):
+        raise RequestError(f"a chat template must have at most {most:,} characters (limits.max_template_chars), got {chars:,}")
+
+
 def check_params(params: SamplingParams, limits: Limits) -> None:
     """Raise `RequestError` naming the parameter, the limit and its value. `max_bad_word_tokens` is checked later."""
     at_most("n", params.n, limits, "max_n")

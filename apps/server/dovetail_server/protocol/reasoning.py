@@ -4,7 +4,7 @@ tokens the reasoning takes."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -23,7 +23,7 @@ SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn r
 EFFORT = "reasoning_effort"  # the variable of templates that know an effort: low, medium or high
 _LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
-_CODE = re.compile(r"{[{%](.*?)[%}]}", re.DOTALL)
+_OPENED, _CLOSED = re.compile(r"{[{%]"), re.compile(r"[%}]}")  # code in a template
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
@@ -78,4 +78,12 @@ def asked_effort(field: str, effort: Effort | None) -> AskedReasoning:
 @lru_cache(maxsize=256)
 def reads(template: str, variable: str) -> bool:
     """Return True if a chat template looks at a variable."""
-    return any(re.search(rf"(?<![.\w]){variable}\b(?!\s*=[^=])", _TEXT.sub("''", code)) for code in _CODE.findall(template))
+    return any(re.search(rf"(?<![.\w]){variable}\b(?!\s*=[^=])", _TEXT.sub("''", code)) for code in _codes(template))
+
+
+def _codes(template: str) -> Iterator[str]:
+    """Yield the code of a template, in linear time also if it isn't closed."""
+    start = 0
+    while (opened := _OPENED.search(template, start)) and (closed := _CLOSED.search(template, opened.end())):
+        yield template[opened.end() : closed.start()]
+        start = closed.end()

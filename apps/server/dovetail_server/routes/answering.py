@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import Struct
 
 from dovetail.front.chat import ChatOptions
-from dovetail.front.request_checks import cuts
+from dovetail.front.request_checks import check_template_chars, cuts
 from dovetail.front.token_texts import speller
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
@@ -86,6 +86,8 @@ def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> 
     """Return the options with variables of the chat template that do what is asked of the model's reasoning; the request's own come first. Raises
     `HttpError` if it can't be turned off."""
     parsing, own = exchange.server.parsing, options.chat_template_kwargs or {}
+    if options.chat_template is not None:
+        check_template_chars(options.chat_template, exchange.engine.info.intake.limits)
     reasons = parsing.parsers(options.chat_template).reasoning is not None
     variables = {**asked.variables(parsing.template(options.chat_template), reasons=reasons), **own}
     return dataclasses.replace(options, chat_template_kwargs=variables or None)
