@@ -6,6 +6,7 @@ Most are checks that a test class inherits from a conformance suite: they are sl
 from __future__ import annotations
 
 MANY_CASES = "tries many cases"
+WAITS = "waits for servers to end"
 PROCESS = "starts a process that imports everything"
 RANKS = "starts ranks: processes that import torch"
 OF_BUILTINS = "tests/conformance/test_builtins.py::Test_"
@@ -19,7 +20,11 @@ SLOW_CHECKS = {
     f"{OF_FLASH}3::test_spawn": PROCESS,
     f"{OF_FLASH}3::{WHICH_BLOCKS}": MANY_CASES,
     f"{OF_BUILTINS}kv_cache_prefix::test_no_request_reads_what_another_wrote": MANY_CASES,
+    f"{OF_BUILTINS}model_bert::test_transformers": MANY_CASES,
     f"{OF_BUILTINS}model_gpt_oss::test_weight_use": MANY_CASES,
+    f"{OF_BUILTINS}observer_prometheus::test_no_event_makes_it_raise": WAITS,
+    f"{OF_BUILTINS}observer_prometheus::test_nothing_is_left_behind": WAITS,
+    f"{OF_BUILTINS}observer_prometheus::test_what_belongs_to_the_whole_process_is_left_alone": WAITS,
     f"{OF_BUILTINS}model_qwen3_moe::test_weight_use": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_rules_before_temperature": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_large_vocabulary": MANY_CASES,

@@ -35,13 +35,21 @@ class SuiteWatch:
         self.config = config
         self.expected: dict[str, Expected] = {}
         self.outcomes: dict[str, dict[str, Outcome]] = {}  # node id -> check's id -> outcome
+        self._partial: set[str] = set()  # node ids of classes that get no verdict
+
+    def leave_unjudged(self, node: str) -> None:
+        """Give a class no verdict, because this session runs a part of its checks only. A check that fails is a failed test all the same."""
+        self._partial.add(node)
+
+    def _judged(self) -> dict[str, Expected]:
+        return {node: expected for node, expected in self.expected.items() if node not in self._partial}
 
     def verdicts(self) -> dict[str, Verdict]:
         if not self.expected or self.config.option.collectonly:
             return {}
         from dovetail.testing.ledger import judge
 
-        return {node: judge(expected, self.outcomes.get(node, {})) for node, expected in self.expected.items()}
+        return {node: judge(expected, self.outcomes.get(node, {})) for node, expected in self._judged().items()}
 
     # Collecting
 
@@ -105,7 +113,7 @@ class SuiteWatch:
     def pytest_sessionfinish(self, session: Any) -> None:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
-            output[_EXPECTED] = {node: expected.to_json() for node, expected in self.expected.items()}
+            output[_EXPECTED] = {node: expected.to_json() for node, expected in self._judged().items()}
         elif session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and not all(
             v.conformant for v in self.verdicts().values()
         ):
