@@ -6,11 +6,15 @@ Most are checks that a test class inherits from a conformance suite: they are sl
 from __future__ import annotations
 
 MANY_CASES = "tries many cases"
+LARGE = "computes with large inputs"
+COMPILES = "compiles a kernel"
 WAITS = "waits for servers to end"
 PROCESS = "starts a process that imports everything"
 RANKS = "starts ranks: processes that import torch"
 OF_BUILTINS = "tests/conformance/test_builtins.py::Test_"
 OF_FLASH = "tests/attention/test_flash_suite.py::TestFlashAttention"
+OF_MUTANTS = "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_check"
+OF_GARBAGE = "tests/e2e/test_garbage.py::test_a_token_more_is_nothing_more_to_look_through"
 WHICH_BLOCKS = "test_which_physical_blocks_a_row_has_changes_nothing"
 
 SLOW_OF_BUILTINS = {"test_spawn": PROCESS, "test_replay": PROCESS}  # one process for all of them, which the first waits for
@@ -33,6 +37,13 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}grammar_llguidance::test_each_keyword_is_followed_or_refused_wherever_it_stands": MANY_CASES,
     f"{OF_BUILTINS}executor_local::test_an_adapter_computes_what_merged_weights_do": MANY_CASES,
     f"{OF_BUILTINS}executor_local::test_what_is_pooled_depends_on_the_prompt_alone": MANY_CASES,
+    f"{OF_BUILTINS}attention_torch::test_slots_are_numbered_beyond_16_bits": LARGE,
+    f"{OF_BUILTINS}attention_sdpa::test_slots_are_numbered_beyond_16_bits": LARGE,
+    f"{OF_MUTANTS}[attention-KeepsSlotsInSigned16Bits]": LARGE,
+    f"{OF_MUTANTS}[parser-SearchesAllOfItAgain]": LARGE,
+    f"{OF_GARBAGE}[delta-None]": MANY_CASES,
+    f"{OF_GARBAGE}[cumulative-stop1]": MANY_CASES,
+    "tests/attention/test_other_gpus.py::test_attention_has_room_on_other_architectures[sm_75, float16, 2 x 16, block 16]": COMPILES,
     "tests/cli/test_plugins_doctor.py::test_what_is_wrong_is_found[dovetail-import-fails]": PROCESS,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
     "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_check[kv_cache-CountsTheFirstGroupForAll]": MANY_CASES,

@@ -68,6 +68,7 @@ def test_dict_has_no_other_way_to_be_changed() -> None:
 
 @examples(quick=100, full=5000)
 @given(FIELDS)
+@pytest.mark.slow("copies every kind of value")
 def test_nothing_that_the_caller_keeps_can_change_them(fields: dict[str, Any]) -> None:
     given_ones = copy.deepcopy(fields)
     params = SamplingParams(**fields)

@@ -67,7 +67,7 @@ def test_tokens_over_ranks_are_those_of_one_rank_when_memory_is_scarce(
 
 @pytest.mark.full
 @examples(quick=2, full=40)
-@given(config=spine.circumstances(), size=st.sampled_from([2, 4]), order=st.permutations(ORDER))
+@given(config=spine.circumstances(policies=spine.POLICIES), size=st.sampled_from([2, 4]), order=st.permutations(ORDER))
 def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config: dict[str, Any], size: int, order: list[int]) -> None:
     assert_tokens_are_those_of_one_rank(config, size, order)
 

@@ -250,12 +250,21 @@ def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
                 raise ModelLoadError(f"{type(model).__name__}.weights() has no rule for parameter {name}{part}")
 
 
+def _missing(rules: Mapping[str, list[WeightRule]], found: set[Place]) -> list[str]:
+    """Return the names of missing tensors; where several would do, such as that of an expert or of all, the one for the fewest places."""
+    by_place: dict[Place, str] = {}
+    for name in sorted(rules, key=lambda name: len(rules[name])):
+        for rule in rules[name]:
+            if not rule.optional and place_of(rule) not in found:
+                by_place.setdefault(place_of(rule), rules[name][0].source)
+    named = set(by_place.values())
+    return [some[0].source for some in rules.values() if some[0].source in named]
+
+
 def _check_names(rules: Mapping[str, list[WeightRule]], files: Mapping[str, Path], directory: Path) -> None:
     """Check that the checkpoint has everything the model needs, and nothing that it doesn't know."""
     found = {place_of(rule) for name in files for rule in rules.get(name, ())}
-    missing = [
-        some[0].source for name, some in rules.items() if name not in files and any(not (rule.optional or place_of(rule) in found) for rule in some)
-    ]
+    missing = _missing(rules, found)
     extra = [name for name in files if name not in rules and not name.endswith(_COMPUTED + _OF_THE_CACHE)]
     problems = []
     if missing:
