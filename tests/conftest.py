@@ -49,9 +49,10 @@ def is_of_profile(marks: set[str]) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    measured = PROFILE == "quick" and os.environ.get("DOVETAIL_TEST_BUDGET") != "off"
+    factor = os.environ.get("DOVETAIL_TEST_BUDGET", "1")
+    measured = PROFILE == "quick" and factor != "off"
     if measured and not getattr(config.option, "collectonly", False):
-        config.pluginmanager.register(Budget(), "budget")
+        config.pluginmanager.register(Budget(float(factor)), "budget")
 
 
 def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:

@@ -263,7 +263,9 @@ def test_of_several_templates_one_is_chosen_by_name_or_for_tools() -> None:
     ("own", "given", "said"),
     [
         (PLAIN, "{{ '\ud800' }}", "the chat_template fails|half a surrogate pair"),
-        (PLAIN, "{{ raise_exception('no' * 10**7) }}", "refuses this conversation: (no){150}$"),
+        pytest.param(
+            *(PLAIN, "{{ raise_exception('no' * 10**7) }}", "refuses this conversation: (no){150}$"), marks=pytest.mark.slow("sends a large text")
+        ),
         (PLAIN, "{{ " + "x" * 9000 + "() }}", "^.{,600}$"),
         (PLAIN, "{% " + "x" * 9000 + " %}", "^.{,600}$"),
         (None, None, r"no chat template: it completes text; use generate\(\), or give a chat_template"),

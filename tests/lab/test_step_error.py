@@ -56,6 +56,7 @@ def test_the_factor_multiplies_the_time_of_every_step() -> None:
 
 
 @pytest.mark.usefixtures("no_figures")
+@pytest.mark.slow("simulates many requests")
 def test_compare_repeats_at_the_error_of_the_step_times(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "sjf")]
     common = ("compare", *engines, "--trace", "arrivals=poisson(20) requests=10 prompt=100 output=uniform(1,60)", "--resamples", 100, "--jobs", 1)
