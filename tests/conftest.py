@@ -147,6 +147,7 @@ def imported_things_are_not_looked_through() -> None:
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Preloaded]:
     """Starts programs in Python that import torch or Dovetail, without the time of these imports."""
+    pytest.importorskip("torch")
     with closing(Preloaded()) as process:
         yield process
 

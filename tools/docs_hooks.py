@@ -1,6 +1,7 @@
 """Fills in generated parts of the documentation site: `mkdocs.yml` lists this file as a hook, and `tests/docs/` calls it too.
 
-A page includes a part with a comment on a separate line, `<!-- generated: NAME -->`; `PIECES` lists the names. `<!-- generated: code FILE NAME -->`
+A page includes a part with a comment on a separate line, `<!-- generated: NAME -->`; `PIECES` lists the names.
+`<!-- generated: keys of FILE -->` is the table of a model's file. `<!-- generated: code FILE NAME -->`
 includes a definition from a Python file of the repository, or the whole file without NAME.
 """
 
@@ -31,12 +32,10 @@ from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
 from dovetail.limits import Limits
-from dovetail.nn.format import awq, compressed_tensors, fp8, gptq, mxfp4
 from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
-from dovetail_models import arch, eagle3
 
 MARKER = re.compile(r"^<!-- generated: (?P<name>[^>]+?) -->$", re.MULTILINE)
 HELP_WIDTH = "100"
@@ -69,7 +68,9 @@ def fill_in(markdown: str) -> str:
 
     def piece(marker: re.Match[str]) -> str:
         kind, *words = marker["name"].split()
-        return code(*words) if kind == "code" else PIECES[marker["name"]]()
+        if kind == "code":
+            return code(*words)
+        return file_keys(" ".join(words[1:])) if kind == "keys" else PIECES[marker["name"]]()
 
     return MARKER.sub(piece, markdown)
 
@@ -355,29 +356,34 @@ def _code(*names: str) -> str:
 
 # A model's files
 
-QUANTIZATION_KEYS = (
-    gptq.KEYS,
-    awq.KEYS,
-    fp8.KEYS,
-    mxfp4.KEYS,
-    compressed_tensors.KEYS,
-    compressed_tensors.GROUP_KEYS,
-    compressed_tensors.NUMBER_KEYS,
-)
-TOKENIZER_KEYS = (tokenizer.TOKENIZER_CONFIG, tokenizer.CHAT_TEMPLATE, tokenizer.PROCESSORS)
-FILE_KEYS: tuple[FileKeys, ...] = (
-    GENERATION_CONFIG,
-    lora_files.KEYS,
-    arch.KEYS,
-    eagle3.KEYS,
-    *sentence_transformers_files.ALL,
-    *QUANTIZATION_KEYS,
-    *TOKENIZER_KEYS,
-)
+
+def all_file_keys() -> tuple[FileKeys, ...]:
+    """Return the table of each file of a model. Those of models and weight formats need torch, which other parts of the site don't."""
+    from dovetail.nn.format import awq, compressed_tensors, fp8, gptq, mxfp4
+    from dovetail_models import arch, eagle3
+
+    return (
+        GENERATION_CONFIG,
+        lora_files.KEYS,
+        arch.KEYS,
+        eagle3.KEYS,
+        *sentence_transformers_files.ALL,
+        gptq.KEYS,
+        awq.KEYS,
+        fp8.KEYS,
+        mxfp4.KEYS,
+        compressed_tensors.KEYS,
+        compressed_tensors.GROUP_KEYS,
+        compressed_tensors.NUMBER_KEYS,
+        tokenizer.TOKENIZER_CONFIG,
+        tokenizer.CHAT_TEMPLATE,
+        tokenizer.PROCESSORS,
+    )
 
 
-def file_keys(table: FileKeys) -> str:
-    """Return a table of what the keys of a file do; those that are used come first."""
+def file_keys(file: str) -> str:
+    """Return a table of what the keys of a file do; those that are used come first. Raises `KeyError` if there is no such file."""
+    table = {table.file: table for table in all_file_keys()}[file]
     lines: list[list[str]] = [[], [], []]
     for key, rule in table.keys.items():
         if isinstance(rule, Refused):
@@ -431,7 +437,6 @@ PIECES: dict[str, Callable[[], str]] = {
     "built-in components": built_in_components,
     "api versions": api_versions,
     "api changes": api_changes,
-    **{f"keys of {table.file}": partial(file_keys, table) for table in FILE_KEYS},
     "vllm arguments": vllm_arguments,
     "vllm groups": vllm_groups,
     "vllm examples": vllm_examples,
