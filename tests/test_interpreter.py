@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels import INTERPRETED, ON_GPU
+from tests.support import FULL
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the tests of kernels run by themselves")
@@ -27,7 +28,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
     assert files
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", *files],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "DOVETAIL_TEST_PROFILE": "full" if FULL else "quick", "DOVETAIL_TEST_BUDGET": "off"},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,

@@ -49,10 +49,15 @@ PARAMS = [
 ]
 
 
+@cache
+def tokens_alone() -> list[list[int]]:
+    """Return each request's tokens when it has the engine to itself."""
+    return [tokens_of(run(model_dir(), [prompt], [params], overlap=False))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Each request's tokens when it has the engine to itself."""
-    return [tokens_of(run(model_dir(), [prompt], [params], overlap=False))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    return tokens_alone()
 
 
 @st.composite

@@ -37,12 +37,12 @@ def assert_tokens_are_those_of_one_rank(config: dict[str, Any], size: int, order
     outputs = run(
         spine.model_dir(), [spine.PROMPTS[i] for i in order], [spine.PARAMS[i] for i in order], **{**config, "executor": over(size, **options)}
     )
-    assert tokens_of(outputs) == [spine.alone()[i] for i in order]
+    assert tokens_of(outputs) == [spine.tokens_alone()[i] for i in order]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def what_one_rank_generates() -> None:
-    spine.alone()
+    spine.tokens_alone()
 
 
 PROCESSES = pytest.mark.slow("starts ranks: processes that import torch")

@@ -46,8 +46,8 @@ def test_a_test_far_over_its_budget_fails_and_a_fixture_of_its_module_does_not_c
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 failed, 1 passed" in done.stdout, done.stdout
-    assert "a test has 0.5" in done.stdout
-    assert "CPU s and 3." in done.stdout
+    assert "3.00 CPU s and 3." in done.stdout
+    assert "; a test has " in done.stdout
     assert "tests over their budget" in done.stdout
 
 
