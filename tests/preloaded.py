@@ -175,7 +175,7 @@ class Preloaded:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a child is to run, received from `Preloaded.start`."""
+    """Program for a child to run, received from `Preloaded.start`."""
 
     args: list[str]
     cwd: str

@@ -1,4 +1,4 @@
-"""What tests of whole engines share."""
+"""Fixtures that tests of whole engines share."""
 
 from __future__ import annotations
 

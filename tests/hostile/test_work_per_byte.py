@@ -215,7 +215,7 @@ def http(folder: Path) -> Iterator[Http]:
 
 @pytest.fixture(scope="module")
 def readers(folder: Path, http: Http) -> dict[str, Callable[[bytes], object]]:
-    """What reads each kind of input that isn't a body, by the names of `INPUTS`."""
+    """Return the reader of each kind of input that isn't a body, by the names of `INPUTS`."""
     adapter = write_adapter(folder / "adapter")
     capacity = AdapterCapacity(2, 16, ADAPTED)
     renderer = TemplateRenderer(Limits(max_template_s=0.05))

@@ -1,4 +1,4 @@
-"""What several tests of the lab share."""
+"""Fixtures that several tests of the lab share."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_adapters_add_to_the_products_of_any_format_before_the_gate(name: str) -
 
 @pytest.mark.skipif(ON_GPU, reason="compares float32")
 def test_adapters_of_a_matrix_with_two_sides_are_those_of_its_sum() -> None:
-    """Of each token: queries times the matrix of K, and sums of latents times that of V, as of W + B A."""
+    """Latent attention multiplies queries by K's matrix and sums of latents by V's, with W + B A for each token."""
     latent, heads, key, value = 12, 3, 4, 6
     layer = LatentUpLinear(latent, heads, key, value, BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention))
     torch.manual_seed(0)

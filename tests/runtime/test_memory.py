@@ -73,7 +73,7 @@ def test_memory_is_the_machines_or_the_tightest_limit_around_the_process(
 
 
 def test_ranks_of_one_machine_are_held_against_all_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is available changes while the others load."""
+    """Available memory changes while other ranks load."""
     machine(tmp_path, monkeypatch, "0::/\n", {})
     require_ram(8 * GIB, "they", ranks=2)
     with pytest.raises(ConfigError, match=r"they need 18.0 GiB of memory \(9.0 GiB in each of 2 ranks\), and 16.0 GiB are there"):
@@ -85,7 +85,7 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 
 @pytest.fixture(scope="module", autouse=True)
 def ready() -> None:
-    """What the first model of a process imports."""
+    """The first model of a process imports modules, which take memory."""
     reference(Qwen3Config(**SIZES, num_key_value_heads=4))
     with LLMEngine.from_config("demo", max_model_len=64):
         pass

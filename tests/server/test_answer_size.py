@@ -1,4 +1,4 @@
-"""What multiplies in a generated answer is bounded before it is computed."""
+"""The size of a generated answer is bounded before anything is computed."""
 
 from __future__ import annotations
 

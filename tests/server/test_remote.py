@@ -74,7 +74,7 @@ PROMPTS = [f"{'ROMEO: JULIET: '[: 3 + index % 12]}{index}" for index in range(64
 
 @pytest.fixture(scope="module")
 def offline(request: pytest.FixtureRequest) -> list[RequestOutput]:
-    """What so many of the requests give."""
+    """Return the outputs of the first `request.param` requests."""
     with LLM(**DEMO) as llm:
         return llm.generate(PROMPTS[: request.param], many_params()[: request.param], use_tqdm=False)
 

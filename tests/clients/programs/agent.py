@@ -1,4 +1,4 @@
-"""What the programs of coding agents share: the documentation's configuration, and runs of a command with a home of its own."""
+"""Helpers for the programs of coding agents: the documentation's configuration, and runs of a command with a home of its own."""
 
 from __future__ import annotations
 
